@@ -1,0 +1,56 @@
+"""Contrastive learning at near-infinite batch size: exact losses without the B x B matrix."""
+
+from tilewise.backends import Choice
+from tilewise.errors import (
+    BackendError,
+    DeviceError,
+    DtypeError,
+    GradError,
+    OptionError,
+    ShapeError,
+    TilewiseError,
+)
+from tilewise.losses import (
+    ClipLoss,
+    InfoNCELoss,
+    NTXentLoss,
+    SigLipLoss,
+    SupConLoss,
+    clip_loss,
+    info_nce,
+    nt_xent,
+    siglip_loss,
+    sup_con,
+)
+from tilewise.pairs import NO_POSITIVE
+from tilewise.reductions import Stats
+from tilewise.sweep import Reduced, explain_backend, reduce_pairs, weigh_pairs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NO_POSITIVE",
+    "BackendError",
+    "Choice",
+    "ClipLoss",
+    "DeviceError",
+    "DtypeError",
+    "GradError",
+    "InfoNCELoss",
+    "NTXentLoss",
+    "OptionError",
+    "Reduced",
+    "ShapeError",
+    "SigLipLoss",
+    "Stats",
+    "SupConLoss",
+    "TilewiseError",
+    "clip_loss",
+    "explain_backend",
+    "info_nce",
+    "nt_xent",
+    "reduce_pairs",
+    "siglip_loss",
+    "sup_con",
+    "weigh_pairs",
+]

@@ -1,0 +1,370 @@
+"""The one differentiable operation, a sweep over all pairs, as custom ops. Only autograd here.
+
+`reduce` and its backward `differentiate`; `attend`, a reduce over frozen columns that brings the
+gradient along; `weigh`, a softplus sum under known weights that does the same; and `dot_rows`,
+the logits of each row's own negatives. Arguments are `Pairs` and `Plan`, one after the other.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import backends
+from tilewise.backends.blocks import narrow, pull_rows, row_spans
+from tilewise.backends.plan import Backend, Grads, Needs, Plan
+from tilewise.errors import GradError
+from tilewise.pairs import Pairs, accumulate_dtype, check_values
+
+PAIRS = (
+    "Tensor rows, Tensor? cols, Tensor scale, Tensor? bias, Tensor? positives, Tensor? row_ids, "
+    "Tensor? col_ids, Tensor? row_labels, Tensor? col_labels, str kind, bool skip_self"
+)
+PLAN = "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values"
+NEEDS = "bool rows_need, bool cols_need, bool scale_needs, bool bias_needs"
+NUM_PAIRS, NUM_PLAN = len(Pairs._fields), len(Plan._fields)
+
+
+class Call(NamedTuple):
+    """The arguments of an op, taken apart."""
+
+    pairs: Pairs
+    plan: Plan
+    rest: tuple[Any, ...]
+
+
+def _parse(args: tuple[Any, ...]) -> Call:
+    cut = NUM_PAIRS + NUM_PLAN
+    return Call(Pairs(*args[:NUM_PAIRS]), Plan(*args[NUM_PAIRS:cut]), args[cut:])
+
+
+def _checked(args: tuple[Any, ...]) -> Call:
+    """The arguments, with values read back where that is free or asked for."""
+    call = _parse(args)
+    if call.plan.check_values or call.pairs.rows.device.type == "cpu":
+        check_values(call.pairs)
+    return call
+
+
+def _backend(pairs: Pairs, plan: Plan) -> Backend:
+    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype)
+    return backends.BACKENDS[choice.name]
+
+
+# reduce: stats of rows (k, N) and of columns (k, M), or (0,) where not wanted
+
+
+@torch.library.custom_op(
+    "tilewise::reduce", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor)"
+)
+def reduce(*args: Any) -> tuple[Tensor, Tensor]:
+    """Packed `Stats` of rows and columns, differentiable in rows, cols, scale and bias."""
+    pairs, plan, _ = _checked(args)
+    return _backend(pairs, plan).reduce(pairs, plan)
+
+
+@reduce.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    pairs, plan, _ = _parse(args)
+    n, m, _ = pairs.shape
+    k = 1 if plan.reduction == "softplus" else 7 if plan.sums else 5
+    rows = pairs.rows.new_empty(k, n, dtype=pairs.dtype)
+    wanted = plan.columns and not pairs.symmetric
+    return rows, rows.new_empty(k, m) if wanted else rows.new_empty(0)
+
+
+@torch.library.custom_op(
+    "tilewise::differentiate",
+    mutates_args=(),
+    schema=(
+        f"({PAIRS}, {PLAN}, Tensor row_stats, Tensor col_stats, Tensor d_row_stats, "
+        f"Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _differentiate(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs, plan, rest = _parse(args)
+    stats, upstream, needs = rest[:2], rest[2:4], Needs(*rest[4:])
+    return _rounded(pairs, _backend(pairs, plan).differentiate(pairs, plan, stats, upstream, needs))
+
+
+@_differentiate.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs, _, rest = _parse(args)
+    return _fake_grads(pairs, Needs(*rest[4:]))
+
+
+def _rounded(pairs: Pairs, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Features' gradients in the features' dtype; an op returns tensors, so (0,) for None."""
+    rows, cols = (
+        pairs.rows.new_empty(0) if d is None else d.to(pairs.rows.dtype) for d in grads[:2]
+    )
+    return rows, cols, grads.scale, grads.bias
+
+
+def _fake_grads(pairs: Pairs, needs: Needs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scalar = pairs.rows.new_empty((), dtype=pairs.dtype)
+    return (
+        pairs.rows.new_empty(pairs.rows.shape if needs.rows else 0),
+        pairs.rows.new_empty(pairs.columns.shape if needs.cols else 0),
+        scalar,
+        torch.empty_like(scalar),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], *more: Tensor) -> None:
+    """Keep tensors where autograd can free them, and everything else beside them."""
+    ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.slots = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*(inputs[i] for i in ctx.slots), *more)
+
+
+def _restore(ctx: Any) -> tuple[Call, tuple[Tensor, ...]]:
+    """The call, and whatever else was kept."""
+    saved = ctx.saved_tensors
+    inputs = list(ctx.constants)
+    for i, tensor in zip(ctx.slots, saved, strict=False):
+        inputs[i] = tensor
+    return _parse(tuple(inputs)), saved[len(ctx.slots) :]
+
+
+def _for_inputs(ctx: Any, call: Call, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """One entry for each input of the op, None where no gradient is due."""
+    sources = (call.pairs.rows, call.pairs.cols, call.pairs.scale, call.pairs.bias)
+    due = [
+        d.to(source.dtype) if needed and source is not None else None
+        for d, source, needed in zip(grads, sources, ctx.needs_input_grad, strict=False)
+    ]
+    return *due, *[None] * (len(ctx.constants) - len(due))
+
+
+def _spend(ctx: Any) -> list[Tensor]:
+    """What the forward kept, to be turned into gradients in place if nobody else can see it."""
+    if _graph_is_kept() or not all(_is_ours_alone(x) for x in ctx.kept):
+        return [x.clone() for x in ctx.kept]
+    kept: list[Tensor] = ctx.kept
+    ctx.kept = None
+    return kept
+
+
+def _graph_is_kept() -> bool:
+    """Whether this backward runs with retain_graph=True; assumed where torch cannot tell."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or bool(ask())
+
+
+def _is_ours_alone(x: Tensor) -> bool:
+    """Whether no other tensor shares x's memory; never of a tracer's stand-in for a tensor."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    # The storage is held by x and by the handle that asks.
+    return type(x) is Tensor and count is not None and count(x.untyped_storage()._cdata) <= 2
+
+
+def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, inputs, *output)
+
+
+def _reduce_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    call, stats = _restore(ctx)
+    d_stats = [
+        torch.zeros_like(x) if d is None else d for x, d in zip(stats, upstream, strict=True)
+    ]
+    needs = Needs(*ctx.needs_input_grad[:4])
+    grads = _differentiate(*call.pairs, *call.plan, *stats, *d_stats, *needs)
+    return _for_inputs(ctx, call, grads)
+
+
+reduce.register_autograd(_reduce_backward, setup_context=_save_reduce)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _no_second_derivative(ctx: Any, *upstream: Tensor | None) -> tuple[None, ...]:
+    raise GradError(
+        "the sweep has first derivatives only, got a backward through its backward; call "
+        "backward without create_graph=True, or write the loss in plain PyTorch for a small batch"
+    )
+
+
+_differentiate.register_autograd(_no_second_derivative, setup_context=_save_nothing)
+
+
+# attend: row stats (5, N) over frozen columns, and the mean column (N, D) of each row
+
+
+@torch.library.custom_op(
+    "tilewise::attend", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor)"
+)
+def attend(*args: Any) -> tuple[Tensor, Tensor]:
+    """Packed `Stats` of rows, differentiable in rows and scale, and the means; see the backends."""
+    pairs, plan, _ = _checked(args)
+    return _backend(pairs, plan).attend(pairs, plan)
+
+
+@attend.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    pairs = _parse(args).pairs
+    mean = pairs.rows.new_empty(pairs.rows.shape, dtype=pairs.dtype)
+    return mean.new_empty(5, pairs.shape[0]), mean
+
+
+@torch.library.custom_op(
+    "tilewise::pull_rows_",
+    mutates_args=("mean",),
+    schema=f"({PAIRS}, {PLAN}, Tensor(a!) mean, Tensor d_row_stats) -> Tensor",
+)
+def _pull_rows(*args: Any) -> Tensor:
+    """Turn the means into d_rows in their own memory; returns the scale's gradient."""
+    pairs, _, (mean, d_stats) = _parse(args)
+    return pull_rows(pairs, mean, d_stats)
+
+
+@_pull_rows.register_fake
+def _(*args: Any) -> Tensor:
+    pairs = _parse(args).pairs
+    return pairs.rows.new_empty((), dtype=pairs.dtype)
+
+
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, inputs, output[0])
+    ctx.mark_non_differentiable(output[1])
+    ctx.kept = [output[1].detach()]
+
+
+def _attend_backward(ctx: Any, d_stats: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    call, (stats,) = _restore(ctx)
+    if d_stats is None:
+        return (None,) * len(ctx.constants)
+    if torch.is_grad_enabled():  # create_graph=True: leave it to the op that refuses to go on
+        nothing = stats.new_empty(0)
+        needs = Needs(ctx.needs_input_grad[0], False, ctx.needs_input_grad[2], False)
+        args = (*call.pairs, *call.plan, stats, nothing, d_stats, nothing, *needs)
+        return _for_inputs(ctx, call, _differentiate(*args))
+    (mean,) = _spend(ctx)
+    d_scale = _pull_rows(*call.pairs, *call.plan, mean, d_stats)
+    d_rows = narrow(mean, call.pairs.rows.dtype)
+    return _for_inputs(ctx, call, (d_rows, d_rows, d_scale, d_scale))
+
+
+attend.register_autograd(_attend_backward, setup_context=_save_attend)
+
+
+# weigh: a softplus sum under known weights, with its gradients up to the upstream scalar
+
+
+@torch.library.custom_op(
+    "tilewise::weigh",
+    mutates_args=(),
+    schema=(
+        f"({PAIRS}, {PLAN}, Tensor weight, {NEEDS}) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def weigh(*args: Any) -> tuple[Tensor, ...]:
+    """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
+    pairs, plan, (weight, *needs) = _checked(args)
+    value, scaled = _backend(pairs, plan).weigh(pairs, plan, weight, Needs(*needs))
+    return value, *_rounded(pairs, scaled.grads), scaled.row_gain, scaled.col_gain
+
+
+@weigh.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    pairs, _, rest = _parse(args)
+    value = pairs.rows.new_empty((), dtype=pairs.dtype)
+    gains = value.new_empty(pairs.shape[0]), value.new_empty(pairs.shape[1])
+    return value, *_fake_grads(pairs, Needs(*rest[1:])), *gains
+
+
+@torch.library.custom_op(
+    "tilewise::gain_", mutates_args=("grads",), schema="(Tensor(a!) grads, Tensor gain) -> ()"
+)
+def _gain(grads: Tensor, gain: Tensor) -> None:
+    """Multiply each row of a gradient by its gain, in the gain's precision, in place."""
+    for rows in row_spans(grads):
+        grads[rows] = grads[rows] * gain[rows, None]
+
+
+@_gain.register_fake
+def _(grads: Tensor, gain: Tensor) -> None:
+    return None
+
+
+def _save_weigh(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.kept = [x.detach() for x in output[1:]]
+
+
+def _weigh_backward(ctx: Any, upstream: Tensor | None, *_unused: None) -> tuple[Tensor | None, ...]:
+    call, _ = _restore(ctx)
+    if upstream is None:
+        return (None,) * len(ctx.constants)
+    if torch.is_grad_enabled():  # create_graph=True: leave it to the op that refuses to go on
+        weight, *needs = call.rest
+        nothing = weight.new_empty(0)
+        rest = (nothing, nothing, (upstream * weight)[None], nothing, *needs)
+        return _for_inputs(ctx, call, _differentiate(*call.pairs, *call.plan, *rest))
+    d_rows, d_cols, d_scale, d_bias, row_gain, col_gain = _spend(ctx)
+    for grads, gain in ((d_rows, row_gain), (d_cols, col_gain)):
+        if grads.numel():
+            _gain(grads, gain * upstream)
+    return _for_inputs(ctx, call, (d_rows, d_cols, d_scale * upstream, d_bias * upstream))
+
+
+weigh.register_autograd(_weigh_backward, setup_context=_save_weigh)
+
+
+# dot_rows: rows_i . own_ih for each row's own features, (N, H)
+
+
+@torch.library.custom_op(
+    "tilewise::dot_rows", mutates_args=(), schema="(Tensor rows, Tensor own) -> Tensor"
+)
+def dot_rows(rows: Tensor, own: Tensor) -> Tensor:
+    """Products (N, H) of rows (N, D) with their own features (N, H, D), summed in fp32 or fp64."""
+    dtype = accumulate_dtype(rows)
+    out = rows.new_empty(own.shape[:2], dtype=dtype)
+    for span in row_spans(own):
+        torch.bmm(
+            own[span].to(dtype), rows[span].to(dtype).unsqueeze(2), out=out[span].unsqueeze(2)
+        )
+    return out
+
+
+@dot_rows.register_fake
+def _(rows: Tensor, own: Tensor) -> Tensor:
+    return rows.new_empty(own.shape[:2], dtype=accumulate_dtype(rows))
+
+
+@torch.library.custom_op(
+    "tilewise::dot_rows_backward",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor own, Tensor d) -> (Tensor, Tensor)",
+)
+def _dot_rows_backward(rows: Tensor, own: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    d_rows, d_own = rows.new_empty(rows.shape), own.new_empty(own.shape)
+    for span in row_spans(own):
+        d_rows[span] = torch.bmm(d[span].unsqueeze(1), own[span].to(d.dtype)).squeeze(1)
+        d_own[span] = d[span].unsqueeze(2) * rows[span].to(d.dtype).unsqueeze(1)
+    return d_rows, d_own
+
+
+@_dot_rows_backward.register_fake
+def _(rows: Tensor, own: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), own.new_empty(own.shape)
+
+
+def _save_dot_rows(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _dot_rows_grads(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    d_rows, d_own = _dot_rows_backward(*ctx.saved_tensors, d)
+    needs_rows, needs_own = ctx.needs_input_grad
+    return d_rows if needs_rows else None, d_own if needs_own else None
+
+
+dot_rows.register_autograd(_dot_rows_grads, setup_context=_save_dot_rows)
+_dot_rows_backward.register_autograd(_no_second_derivative, setup_context=_save_nothing)

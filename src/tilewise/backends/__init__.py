@@ -1,0 +1,39 @@
+"""Backends of the sweep, and the choice between them. Each says why it refuses."""
+
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends import chunked, dense, fused
+from tilewise.backends.plan import Backend
+from tilewise.errors import BackendError
+from tilewise.pairs import check_choice
+
+# "auto" takes the first that does not refuse; dense is only for being asked.
+PREFERRED = ("fused", "chunked")
+BACKENDS: dict[str, Backend] = {"chunked": chunked, "dense": dense}
+REFUSALS = {"fused": fused.refusal, "chunked": chunked.refusal, "dense": dense.refusal}
+NAMES = ("auto", "fused", "chunked", "dense")
+
+
+class Choice(NamedTuple):
+    """Which backend runs, and what each one passed over had to say."""
+
+    name: str
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: passed over, {why}" for name, why in self.refusals.items()]
+        return "\n".join([*lines, f"{self.name}: chosen"])
+
+
+def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """The backend to run; asked for by name it runs or raises, it never falls back in silence."""
+    check_choice("backend", asked, NAMES)
+    refusals: dict[str, str] = {}
+    for name in PREFERRED if asked == "auto" else (asked,):
+        why = REFUSALS[name](device, dtype)
+        if why is None:
+            return Choice(name, refusals)
+        refusals[name] = why
+    raise BackendError(f"backend {asked!r} cannot run: {refusals[asked]}; use backend='auto'")

@@ -1,0 +1,76 @@
+"""What a backend is asked for and what it gives back: the words the backends share."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.pairs import Pairs
+
+
+class Plan(NamedTuple):
+    """How to sweep, in the order the custom ops take it."""
+
+    reduction: str  # "logsumexp" or "softplus"
+    columns: bool  # whether the columns' values are wanted too
+    sums: bool  # whether sums and counts of the negatives are wanted
+    backend: str  # "dense", "chunked" or "fused": already chosen
+    workspace_bytes: int  # most bytes for tiles and blocks at work
+    check_values: bool  # read values back to check them, on any device
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted. What is not wanted costs nothing."""
+
+    rows: bool
+    cols: bool
+    scale: bool
+    bias: bool
+
+
+class Grads(NamedTuple):
+    """Gradients by input; None where not wanted."""
+
+    rows: Tensor | None  # (N, D)
+    cols: Tensor | None  # (M, D); None too where the columns are the rows
+    scale: Tensor  # ()
+    bias: Tensor  # ()
+
+
+class Scaled(NamedTuple):
+    """Gradients of a sum whose upstream gradient is not known yet: rows_i * row_gain_i.
+
+    Powers of two as gains let half precision hold rows of any size; multiplying them in is exact.
+    """
+
+    grads: Grads
+    row_gain: Tensor  # (N,)
+    col_gain: Tensor  # (M,)
+
+
+class Backend(Protocol):
+    """A module with these functions; `dense` is their meaning."""
+
+    def refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot run there, or None."""
+
+    def reduce(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Packed stats of rows (k, N) and of columns (k, M or 0); see `Stats`."""
+
+    def differentiate(
+        self,
+        pairs: Pairs,
+        plan: Plan,
+        stats: tuple[Tensor, Tensor],
+        upstream: tuple[Tensor, Tensor],
+        needs: Needs,
+    ) -> Grads:
+        """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
+
+    def attend(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Row stats, and for each row the mean column (N, D) under its softmax over negatives."""
+
+    def weigh(
+        self, pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs
+    ) -> tuple[Tensor, Scaled]:
+        """Sum over i of weight_i times the softplus sum of row i, and its gradients."""

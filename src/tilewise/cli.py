@@ -1,0 +1,173 @@
+"""The `tilewise` command."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import tilewise
+from tilewise import bench, bench_report, measure
+from tilewise.errors import OptionError, TilewiseError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+FREE_SHARE = 0.85  # of the processor; what matrix products get on an idle machine is above it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 0 if it went well, 2 if an option was wrong."""
+    try:
+        options = vars(_parser().parse_args(argv))
+        options.pop("command")
+        return _bench(options)
+    except TilewiseError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what it would print, so that every wrong option is told in the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tilewise", description=tilewise.__doc__)
+    parser.add_argument("--version", action="version", version=f"tilewise {tilewise.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_bench(commands.add_parser(
+        "bench",
+        help="measure speed, memory and gradient error against dense PyTorch on this machine",
+        argument_default=argparse.SUPPRESS,
+    ))  # fmt: skip
+    return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    """The options of BenchConfig; one that is not given is left to its default there."""
+    default = bench.BenchConfig
+    parser.add_argument(
+        "--batch", dest="batches", action="extend", type=_sizes, metavar="B[,B...]",
+        help=f"batch sizes to time, may be repeated (default {_listed(default.batches)})",
+    )  # fmt: skip
+    parser.add_argument("--dim", type=int, help=f"feature size (default {default.dim})")
+    parser.add_argument("--dtype", help=f"{', '.join(bench.DTYPES)} (default {default.dtype})")
+    parser.add_argument("--loss", help=f"{', '.join(bench.TASKS)} (default {default.loss})")
+    parser.add_argument("--repeats", type=int, help=f"timed steps (default {default.repeats})")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default auto)")
+    parser.add_argument("--out", help=f"folder for bench.csv and .png (default {default.out})")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: to see that it works, not to measure"
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"a batch size must be a whole number, or several with commas between, got {text!r}"
+        ) from None
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _bench(options: dict[str, Any]) -> int:
+    bench_report.check_extras()
+    from rich.console import Console  # noqa: PLC0415
+
+    # Keeps the profiler, which counts memory, from writing to stderr whenever it starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    if "batches" in options:
+        options["batches"] = tuple(options["batches"])
+    quick = bench.QUICK if options.pop("quick", False) else {}
+    config = bench.BenchConfig(**{**quick, **options})
+    folder = bench_report.make_folder(config)
+    console = Console()
+    rows = list(_run(config, console))
+    console.print(_table(config, rows))
+    _warn_if_busy(rows)
+    _save(config, rows, folder)
+    return 0
+
+
+def _save(config: bench.BenchConfig, rows: list[bench.Row], folder: Path) -> None:
+    bench_report.save_csv(config, rows, folder / "bench.csv")
+    bench_report.save_plot(config, rows, folder / "bench.png")
+    print(f"saved {folder / 'bench.csv'} and {folder / 'bench.png'}")
+
+
+def _run(config: bench.BenchConfig, console: "Console") -> Iterator[bench.Row]:
+    """Rows as they come, with a progress bar, or a line for each where there is no terminal."""
+    from rich.progress import Progress  # noqa: PLC0415
+
+    todo = bench.cases(config)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(todo))
+        rows = bench.run(config)
+        for case in todo:
+            progress.update(bar, description=str(case))
+            row = next(rows)
+            progress.advance(bar)
+            if row.skipped or not console.is_terminal:
+                print(_line(row), flush=True)
+            yield row
+
+
+def _line(row: bench.Row) -> str:
+    if row.skipped:
+        return f"{row.case}: skipped, {row.skipped}"
+    time = "" if row.time_ms is None else f"{row.time_ms:.1f} ms, "
+    return f"{row.case}: {time}{row.peak_mib:.1f} MiB above the inputs"
+
+
+def _table(config: bench.BenchConfig, rows: list[bench.Row]) -> "Table":
+    """The timed cases."""
+    from rich.table import Table  # noqa: PLC0415
+
+    timed = [row for row in rows if row.case.timed]
+    speeds = [row.gemm_tflops for row in timed if row.gemm_tflops is not None]
+    title = bench.TASKS[config.loss].title
+    table = Table(
+        title=f"{title}, forward and backward, D = {config.dim}, {config.dtype}",
+        caption=f"efficiency relative to a matrix product: {min(speeds):.3f} to "
+        f"{max(speeds):.3f} TFLOP/s here\n{measure.machine(config.where)}",
+    )
+    table.add_column("contender")
+    for name in ("batch", "time (ms)", "efficiency", "peak (MiB)", "gradient error"):
+        table.add_column(name, justify="right")
+    for row in timed:
+        cells = (
+            _cell(row.time_ms, ",.1f"),
+            _cell(row.efficiency, ".0%"),
+            _cell(row.peak_mib, ",.1f"),
+            _cell(row.gradient_error, ".1e"),
+        )
+        table.add_row(row.case.contender, str(row.case.batch), *cells)
+    return table
+
+
+def _warn_if_busy(rows: list[bench.Row]) -> None:
+    """Say so when the processor was shared: efficiency does not make up for that.
+
+    Steps of many short parallel loops wait for the slower thread at each, and so lose several
+    times more than the matrix product that they are held against.
+    """
+    shares = [row.cpu_share for row in rows if row.cpu_share is not None]
+    num_busy = sum(share < FREE_SHARE for share in shares)
+    if num_busy:
+        print(
+            f"other work held the processor during {num_busy} of {len(shares)} timed cases (share "
+            f"down to {min(shares):.0%}): do not trust their times, run again on an idle machine"
+        )
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "skipped" if value is None else format(value, form)

@@ -1,0 +1,29 @@
+"""What tilewise raises: every message says what was got, what was wanted and what to do."""
+
+
+class TilewiseError(Exception):
+    """Base of every error raised on purpose; each child is also the built-in kind people catch."""
+
+
+class ShapeError(TilewiseError, ValueError):
+    """A tensor has the wrong number of dimensions or a size that does not fit another one."""
+
+
+class DtypeError(TilewiseError, TypeError):
+    """A tensor or number is of a type the sweep cannot take, or two types differ."""
+
+
+class DeviceError(TilewiseError, ValueError):
+    """Tensors of one call live on different devices."""
+
+
+class OptionError(TilewiseError, ValueError):
+    """An option, or two options together, or a value in a CPU tensor, cannot be right."""
+
+
+class BackendError(TilewiseError, RuntimeError):
+    """A backend asked for by name cannot run here."""
+
+
+class GradError(TilewiseError, RuntimeError):
+    """A derivative was asked for that the sweep does not have."""

@@ -1,0 +1,100 @@
+"""Arithmetic that the losses share, on what a sweep returns: O(N) and differentiable."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import OptionError, ShapeError
+from tilewise.pairs import (
+    accumulate_dtype,
+    as_scalar,
+    autocast,
+    check_choice,
+    check_device,
+    check_features,
+    check_match,
+)
+from tilewise.reductions import INFINITY, Stats
+
+Reduction = Literal["mean", "sum", "none"]
+Scalar = float | Tensor
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    stats: Stats, *, several: bool, decoupled: bool = False, label_smoothing: float = 0.0
+) -> Tensor:
+    """Each row's mean over its positives p of -log(exp z_p / sum of exp z over all that counts).
+
+    With one positive that is softplus(logsumexp over negatives - z_p): no two near-equal numbers
+    are subtracted, so confident pairs keep their digits. 0 for a row without a positive. (N,)
+    """
+    mean_positive = stats.positive_sum / stats.positive_count.clamp(min=1)
+    if decoupled:
+        loss = torch.where(stats.values == -INFINITY, 0.0, stats.values - mean_positive)
+    else:
+        gap = stats.values - stats.positives
+        loss = torch.logaddexp(gap, torch.zeros_like(gap))
+        if several:
+            loss = loss + (stats.positives - mean_positive)
+    if label_smoothing:
+        counted = stats.positive_count + stats.negative_count
+        mean_logit = (stats.positive_sum + stats.negative_sum) / counted.clamp(min=1)
+        loss = loss + label_smoothing * (mean_positive - mean_logit)
+    return torch.where(stats.positive_count > 0, loss, 0.0)
+
+
+def aggregate(loss: Tensor, counts: Tensor, weight: Tensor | None, reduction: Reduction) -> Tensor:
+    """Weighted mean over the rows that count (N, bool), their sum, or the rows (N,) themselves."""
+    if weight is not None:
+        loss = loss * weight
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    share = counts.to(loss.dtype) if weight is None else counts * weight
+    total = share.sum()
+    return loss.sum() / torch.where(total == 0, 1.0, total)
+
+
+def check_sides(name: str, a: Tensor, other_name: str, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two feature tensors that may be multiplied, cast as under autocast, or an error by name."""
+    check_features(name, a)
+    check_features(other_name, b)
+    a, b = autocast(a), autocast(b)
+    check_match(name, a, other_name, b)
+    return a, b
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise unless `reduction` is mean, sum or none."""
+    check_choice("reduction", reduction, REDUCTIONS)
+
+
+def check_weight(weight: Tensor | None, size: int, like: Tensor) -> Tensor | None:
+    """A weight (size,) in the dtype of the loss."""
+    if weight is None:
+        return None
+    check_features("weight", weight, dims=1)
+    if weight.shape != (size,):
+        raise ShapeError(
+            f"weight must have shape ({size},), one per row, got {tuple(weight.shape)}"
+        )
+    check_device("weight", weight, "the features", like)
+    return weight.to(accumulate_dtype(like))
+
+
+def pick_scale(
+    scale: float | Tensor | None, temperature: float | Tensor | None, default: float, like: Tensor
+) -> float | Tensor:
+    """The factor on the cosines: `scale`, or 1 / `temperature`, or the default; not both."""
+    if scale is not None and temperature is not None:
+        raise OptionError("scale and temperature both set the same factor; pass one of them")
+    if temperature is None:
+        return default if scale is None else scale
+    if isinstance(temperature, Tensor):
+        return as_scalar("temperature", temperature, like).reciprocal()
+    if not temperature > 0:
+        raise OptionError(f"temperature must be above 0, got {temperature}")
+    return 1.0 / temperature

@@ -1,0 +1,177 @@
+"""InfoNCE: each query against all keys, in one direction."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from tilewise.autograd import dot_rows
+from tilewise.errors import OptionError, ShapeError
+from tilewise.losses.common import (
+    Reduction,
+    Scalar,
+    aggregate,
+    check_reduction,
+    check_sides,
+    check_weight,
+    cross_entropy,
+    pick_scale,
+)
+from tilewise.pairs import (
+    Both,
+    as_scalar,
+    autocast,
+    both,
+    check_device,
+    check_features,
+    check_fraction,
+    check_match,
+)
+from tilewise.reductions import INFINITY, Stats
+from tilewise.sweep import SweepOptions, reduce_pairs
+
+
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    scale: float | Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    bias: float | Tensor | None = None,
+    positives: Tensor | Literal["aligned"] = "aligned",
+    negatives: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    ids: Tensor | Both | None = None,
+    labels: Tensor | Both | None = None,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    decoupled: bool = False,
+    reduction: Reduction = "mean",
+    **how: Unpack[SweepOptions],
+) -> Tensor:
+    """Mean over i of logsumexp_j z_ij - z_ii,  z = scale * query @ key.T + bias.
+
+    Args:
+        query, key: features (N, D) and (M, D), usually of unit length. A query beyond the last
+            key has no positive and is not counted.
+        scale, temperature: the factor on the cosines, or its inverse; 1 / 0.07 by default.
+        positives: (N,) index of each query's key where they are not aligned; NO_POSITIVE for none.
+        negatives: hard negatives, (K, D) shared by all queries or (N, H, D) for each its own.
+        negative_ids: ids of the hard negatives, (K,) or (N, H), compared with the queries' ids.
+        ids: pairs of equal ids are not negatives; (N,), or a tuple (query ids, key ids).
+        labels: pairs of equal labels are positives; the loss is the mean over them. As `ids`.
+        weight: (N,) weight of each query in the sum and the mean.
+        label_smoothing: share of the target spread over all pairs that count.
+        decoupled: leave the positives out of the logsumexp.
+        reduction: "mean", "sum" or "none".
+
+    Returns:
+        A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
+    """
+    query, key = check_sides("query", query, "key", key)
+    check_reduction(reduction)
+    smoothing = check_fraction("label_smoothing", label_smoothing)
+    weight = check_weight(weight, query.shape[0], query)
+    scale = pick_scale(scale, temperature, 1 / 0.07, query)
+    stats = reduce_pairs(
+        query, key, scale, bias, positives=positives, ids=ids, labels=labels,
+        columns=False, sums=smoothing > 0, **how,
+    ).rows  # fmt: skip
+    if negatives is not None:
+        hard = _hard_ids(query, key, negatives, ids, negative_ids)
+        reduce_hard = _reduce_shared if negatives.dim() == 2 else _reduce_own
+        more = reduce_hard(query, hard, scale, bias, smoothing > 0, how)
+        stats = _joined(stats, more)
+    elif negative_ids is not None:
+        raise OptionError("negative_ids name the rows of negatives, which were not given")
+    loss = cross_entropy(
+        stats, several=labels is not None, decoupled=decoupled, label_smoothing=smoothing
+    )
+    return aggregate(loss, stats.positive_count > 0, weight, reduction)
+
+
+class _Hard(NamedTuple):
+    """Hard negatives and the ids that say which of them are false."""
+
+    features: Tensor  # (K, D) or (N, H, D)
+    row_ids: Tensor | None  # (N,)
+    ids: Tensor | None  # (K,) or (N, H)
+
+
+def _hard_ids(
+    query: Tensor, key: Tensor, negatives: Tensor, ids: Tensor | Both | None, own_ids: Tensor | None
+) -> _Hard:
+    """Check hard negatives against the queries."""
+    if not isinstance(negatives, Tensor) or negatives.dim() not in (2, 3):
+        got = getattr(negatives, "shape", type(negatives).__name__)
+        raise ShapeError(
+            "negatives must be a tensor (K, D) shared by all queries or (N, H, D) for each its "
+            f"own, got {got}"
+        )
+    check_features("negatives", negatives, dims=negatives.dim())
+    negatives = autocast(negatives)
+    check_match("query", query, "negatives", negatives)
+    if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:
+        raise ShapeError(
+            f"negatives (N, H, D) need one entry for each of the {query.shape[0]} queries, got "
+            f"{negatives.shape[0]}; pass (K, D) for negatives that all queries share"
+        )
+    if own_ids is None:
+        return _Hard(negatives, None, None)
+    if ids is None:
+        raise OptionError("negative_ids are compared with the queries' ids; pass ids too")
+    if own_ids.shape != negatives.shape[:-1]:
+        raise ShapeError(
+            f"negative_ids must have shape {tuple(negatives.shape[:-1])}, one for each negative, "
+            f"got {tuple(own_ids.shape)}"
+        )
+    return _Hard(negatives, both("ids", ids, query.shape[0], key.shape[0])[0], own_ids)
+
+
+def _reduce_shared(
+    query: Tensor, hard: _Hard, scale: Scalar, bias: Scalar | None, sums: bool, how: SweepOptions
+) -> Stats:
+    """Extra columns, all of them negatives."""
+    ids = None if hard.row_ids is None or hard.ids is None else (hard.row_ids, hard.ids)
+    return reduce_pairs(
+        query, hard.features, scale, bias, positives=None, ids=ids, columns=False, sums=sums, **how
+    ).rows
+
+
+def _reduce_own(
+    query: Tensor, hard: _Hard, scale: Scalar, bias: Scalar | None, sums: bool, how: SweepOptions
+) -> Stats:
+    """The O(N H D) term of each query's own negatives."""
+    z = dot_rows(query, hard.features) * scale
+    counts = torch.ones_like(z, dtype=torch.bool)
+    if hard.row_ids is not None and hard.ids is not None:
+        check_device("negative_ids", hard.ids, "the features", query)
+        counts = hard.row_ids[:, None] != hard.ids
+    # Counted from each row's largest, as the sweep does: see Stats.
+    offset = torch.where(counts, z.detach(), -INFINITY).amax(1)
+    offset = torch.where(offset.isfinite(), offset, 0.0)
+    z = z - offset[:, None]
+    nothing = torch.zeros_like(offset)
+    stats = Stats(
+        values=torch.where(counts, z, -INFINITY).logsumexp(1),
+        positives=nothing,
+        positive_sum=nothing,
+        positive_count=nothing,
+        offset=offset,
+        negative_sum=torch.where(counts, z, 0.0).sum(1),
+        negative_count=counts.sum(1).to(z.dtype),
+    )
+    return stats if bias is None else stats.with_bias(as_scalar("bias", bias, query))
+
+
+def _joined(stats: Stats, more: Stats) -> Stats:
+    """Stats with further negatives added."""
+    shift = more.offset - stats.offset
+    joined = stats._replace(values=torch.logaddexp(stats.values, more.values + shift))
+    if not stats.negative_sum.numel():
+        return joined
+    return joined._replace(
+        negative_sum=stats.negative_sum + more.negative_sum + more.negative_count * shift,
+        negative_count=stats.negative_count + more.negative_count,
+    )

@@ -1,0 +1,125 @@
+"""The losses as modules: drop-in for open_clip's, and in the shape of other libraries' modules."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tilewise.errors import OptionError
+from tilewise.losses.clip import clip_loss
+from tilewise.losses.info_nce import info_nce
+from tilewise.losses.nt_xent import nt_xent
+from tilewise.losses.siglip import siglip_loss
+from tilewise.losses.sup_con import sup_con
+
+
+class ClipLoss(nn.Module):
+    """open_clip's `ClipLoss`, swept instead of stored: the same constructor and call.
+
+    Further keywords are options of `clip_loss`. `local_loss`, `gather_with_grad` and
+    `cache_labels` choose between ways of storing the matrix and change nothing here.
+
+    >>> loss = ClipLoss()(image_features, text_features, logit_scale.exp())
+    """
+
+    def __init__(
+        self,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _refuse_world(world_size)
+        self.local_loss, self.gather_with_grad = local_loss, gather_with_grad
+        self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
+        self.options = options
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        loss = clip_loss(
+            image_features, text_features, logit_scale, bias=logit_bias, **self.options
+        )
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+class SigLipLoss(nn.Module):
+    """open_clip's `SigLipLoss`, swept instead of stored: the same constructor and call.
+
+    Further keywords are options of `siglip_loss`. `cache_labels`, `dist_impl` and `chunk_size`
+    choose between ways of storing the matrix and change nothing here.
+    """
+
+    def __init__(
+        self,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dist_impl: str | None = None,
+        chunk_size: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _refuse_world(world_size)
+        self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
+        self.dist_impl, self.chunk_size = dist_impl, chunk_size
+        self.options = options
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, **self.options)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+class InfoNCELoss(nn.Module):
+    """`info_nce` with its options fixed. Call with (query, key) and what changes per batch."""
+
+    def __init__(self, temperature: float = 0.07, **options: Any) -> None:
+        super().__init__()
+        self.options = {"temperature": temperature, **options}
+
+    def forward(self, query: Tensor, key: Tensor, **per_batch: Any) -> Tensor:
+        return info_nce(query, key, **{**self.options, **per_batch})
+
+
+class NTXentLoss(nn.Module):
+    """`nt_xent` with its options fixed. Call with the two views, as lightly's module is."""
+
+    def __init__(self, temperature: float = 0.5, **options: Any) -> None:
+        super().__init__()
+        self.options = {"temperature": temperature, **options}
+
+    def forward(self, out0: Tensor, out1: Tensor, **per_batch: Any) -> Tensor:
+        return nt_xent(out0, out1, **{**self.options, **per_batch})
+
+
+class SupConLoss(nn.Module):
+    """`sup_con` with its options fixed. Call with (embeddings, labels)."""
+
+    def __init__(self, temperature: float = 0.1, **options: Any) -> None:
+        super().__init__()
+        self.options = {"temperature": temperature, **options}
+
+    def forward(self, embeddings: Tensor, labels: Tensor, **per_batch: Any) -> Tensor:
+        return sup_con(embeddings, labels, **{**self.options, **per_batch})
+
+
+def _refuse_world(world_size: int) -> None:
+    if world_size != 1:
+        raise OptionError(
+            f"world_size must be 1, got {world_size}: this version computes the loss of one "
+            "process and would silently leave out the other ranks' negatives"
+        )

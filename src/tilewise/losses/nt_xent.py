@@ -1,0 +1,74 @@
+"""NT-Xent (SimCLR): two views of each sample, against each other and among themselves."""
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from tilewise.errors import ShapeError
+from tilewise.losses.common import (
+    Reduction,
+    aggregate,
+    check_reduction,
+    check_sides,
+    check_weight,
+    cross_entropy,
+    pick_scale,
+)
+from tilewise.pairs import check_fraction, check_marks
+from tilewise.sweep import SweepOptions, reduce_pairs
+
+
+def nt_xent(
+    first: Tensor,
+    second: Tensor,
+    scale: float | Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    ids: Tensor | None = None,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    decoupled: bool = False,
+    reduction: Reduction = "mean",
+    **how: Unpack[SweepOptions],
+) -> Tensor:
+    """Mean over i of logsumexp_{j != i} z_ij - z_ip,  z = scale * x @ x.T,  x = [first; second].
+
+    Row i's positive p is the other view of its sample. z is symmetric, so half of it is swept.
+
+    Args:
+        first, second: features (N, D) of the two views, usually of unit length.
+        scale, temperature: the factor on the cosines, or its inverse; temperature 0.5 by default.
+        ids: (N,) samples of equal ids are not negatives.
+        weight: (N,) weight of each sample in the sum and the mean.
+        label_smoothing: share of the target spread over all pairs that count.
+        decoupled: leave the positive out of the logsumexp (DCL).
+        reduction: "mean", "sum" or "none".
+
+    Returns:
+        A scalar, or (2N,) with reduction "none"; float32 (float64 for float64 features).
+    """
+    first, second = check_sides("first", first, "second", second)
+    if first.shape[0] != second.shape[0]:
+        raise ShapeError(
+            f"first and second must be two views of the same samples, got {first.shape[0]} and "
+            f"{second.shape[0]} rows; drop samples that have one view only"
+        )
+    check_reduction(reduction)
+    smoothing = check_fraction("label_smoothing", label_smoothing)
+    n = first.shape[0]
+    weight = check_weight(weight, n, first)
+    if ids is not None:
+        check_marks("ids", ids, n, first)
+    swept = reduce_pairs(
+        torch.cat([first, second]),
+        None,
+        pick_scale(scale, temperature, 2.0, first),
+        positives=torch.arange(2 * n, device=first.device).roll(n),
+        ids=None if ids is None else ids.repeat(2),
+        skip_self=True,
+        sums=smoothing > 0,
+        **how,
+    )
+    loss = cross_entropy(swept.rows, several=False, decoupled=decoupled, label_smoothing=smoothing)
+    weight = None if weight is None else weight.repeat(2)
+    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction)

@@ -1,0 +1,64 @@
+"""SupCon: every sample against all others, those of its label being positives."""
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from tilewise.losses.common import (
+    Reduction,
+    aggregate,
+    check_reduction,
+    check_weight,
+    cross_entropy,
+    pick_scale,
+)
+from tilewise.pairs import check_features, check_fraction
+from tilewise.sweep import SweepOptions, reduce_pairs
+
+
+def sup_con(
+    features: Tensor,
+    labels: Tensor,
+    scale: float | Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    ids: Tensor | None = None,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    decoupled: bool = False,
+    reduction: Reduction = "mean",
+    **how: Unpack[SweepOptions],
+) -> Tensor:
+    """Mean over i of logsumexp_{j != i} z_ij - mean_{p in P(i)} z_ip,  z = scale * x @ x.T.
+
+    x are the features and P(i) the other samples of label i (the loss that the
+    paper calls L_out). A sample whose label is unique has no positive and is not counted.
+
+    Args:
+        features: (N, D), usually of unit length; several views of a sample are rows of one label.
+        labels: (N,) integers.
+        scale, temperature: the factor on the cosines, or its inverse; temperature 0.1 by default.
+        ids: (N,) samples of equal ids and different labels are not negatives.
+        weight: (N,) weight of each sample in the sum and the mean.
+        label_smoothing: share of the target spread over all pairs that count.
+        decoupled: leave the positives out of the logsumexp.
+        reduction: "mean", "sum" or "none".
+
+    Returns:
+        A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
+    """
+    check_features("features", features)
+    check_reduction(reduction)
+    smoothing = check_fraction("label_smoothing", label_smoothing)
+    weight = check_weight(weight, features.shape[0], features)
+    swept = reduce_pairs(
+        features,
+        None,
+        pick_scale(scale, temperature, 10.0, features),
+        labels=labels,
+        ids=ids,
+        skip_self=True,
+        sums=smoothing > 0,
+        **how,
+    )
+    loss = cross_entropy(swept.rows, several=True, decoupled=decoupled, label_smoothing=smoothing)
+    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction)

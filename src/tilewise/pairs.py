@@ -1,0 +1,276 @@
+"""Pairs: features, scale, bias, and which pairs count. Checked once here, trusted below."""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import DeviceError, DtypeError, OptionError, ShapeError
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+# A row whose positive index is this has no positive and is not counted.
+NO_POSITIVE = -1
+
+PositiveKind = Literal["aligned", "index", "label", "none"]
+Both = tuple[Tensor, Tensor]
+
+
+class Pairs(NamedTuple):
+    """N x M pairs with logits z_ij = scale * rows_i . cols_j + bias.
+
+    A plain tuple of tensors and constants, in the order the custom ops take them.
+    """
+
+    rows: Tensor  # (N, D)
+    cols: Tensor | None  # (M, D); None: the rows themselves, so z is symmetric
+    scale: Tensor  # ()
+    bias: Tensor | None  # (); the log-sum-exp shifts by it, so only softplus carries it here
+    positives: Tensor | None  # (N,) column index of each row's positive, where kind is "index"
+    row_ids: Tensor | None  # (N,) equal ids are left out unless they are the positive
+    col_ids: Tensor | None  # (M,)
+    row_labels: Tensor | None  # (N,) equal labels are positives, where kind is "label"
+    col_labels: Tensor | None  # (M,)
+    kind: str  # a PositiveKind: how positives are told
+    skip_self: bool  # leave out the pairs (i, i)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the columns are the rows, so that half of the tiles tells everything."""
+        return self.cols is None
+
+    @property
+    def columns(self) -> Tensor:
+        """The column features (M, D), whether or not they are the rows."""
+        return self.rows if self.cols is None else self.cols
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(N, M, D)."""
+        return self.rows.shape[0], self.columns.shape[0], self.rows.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What logits and sums are computed in: float64 for float64 features, else float32."""
+        return torch.float64 if self.rows.dtype == torch.float64 else torch.float32
+
+
+def make_pairs(
+    rows: Tensor,
+    cols: Tensor | None,
+    scale_bias: tuple[float | Tensor, float | Tensor | None],
+    *,
+    positives: Tensor | Literal["aligned"] | None,
+    ids: Tensor | Both | None,
+    labels: Tensor | Both | None,
+    skip_self: bool,
+) -> Pairs:
+    """Check everything that can be checked without reading a value, and say what is wrong.
+
+    Under autocast the features are cast as a matrix product would cast them.
+    """
+    check_features("rows", rows)
+    if cols is not None:
+        check_features("cols", cols)
+    rows, cols = autocast(rows), None if cols is None else autocast(cols)
+    if cols is not None:
+        check_match("rows", rows, "cols", cols)
+    n, m = rows.shape[0], rows.shape[0] if cols is None else cols.shape[0]
+    kind, index = _positive_kind(positives, labels, n, rows)
+    if kind == "aligned" and skip_self:
+        raise OptionError(
+            "skip_self=True leaves out the pairs (i, i), which are the aligned positives; pass "
+            "positives or labels"
+        )
+    row_ids, col_ids = _both_or_none("ids", ids, (n, m), rows)
+    row_labels, col_labels = _both_or_none("labels", labels, (n, m), rows)
+    scale = as_scalar("scale", scale_bias[0], rows)
+    bias = None if scale_bias[1] is None else as_scalar("bias", scale_bias[1], rows)
+    return Pairs(
+        rows, cols, scale, bias, index, row_ids, col_ids, row_labels, col_labels, kind, skip_self
+    )
+
+
+def _positive_kind(
+    positives: Tensor | str | None, labels: Tensor | Both | None, n: int, rows: Tensor
+) -> tuple[PositiveKind, Tensor | None]:
+    if labels is not None:
+        if isinstance(positives, Tensor):
+            raise OptionError("positives and labels both say which pairs are positive; pass one")
+        return "label", None
+    if positives is None:
+        return "none", None
+    if isinstance(positives, Tensor):
+        check_marks("positives", positives, n, rows)
+        return "index", positives
+    check_choice("positives", positives, ("aligned",))
+    return "aligned", None
+
+
+def _both_or_none(
+    name: str, marks: Tensor | Both | None, sizes: tuple[int, int], rows: Tensor
+) -> Both | tuple[None, None]:
+    if marks is None:
+        return None, None
+    sides = both(name, marks, *sizes)
+    for side, size, which in zip(sides, sizes, ("row", "column"), strict=True):
+        check_marks(f"{which} {name}", side, size, rows)
+    return sides
+
+
+def autocast(features: Tensor) -> Tensor:
+    """As a matrix product would take it: in the autocast dtype where autocast is on."""
+    kind = features.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return features
+    if features.dtype == torch.float64:
+        return features
+    return features.to(torch.get_autocast_dtype(kind))
+
+
+def check_features(name: str, features: Tensor, dims: int = 2) -> None:
+    """Raise unless `features` is a floating tensor of `dims` dimensions, none of them empty."""
+    if not isinstance(features, Tensor):
+        raise DtypeError(f"{name} must be a tensor, got {type(features).__name__}")
+    if features.dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {features.dtype}; "
+            f"cast it with {name}.float()"
+        )
+    if features.dim() != dims:
+        raise ShapeError(
+            f"{name} must have {dims} dimensions, got shape {tuple(features.shape)}; "
+            "flatten or unsqueeze it so that the last dimension holds the features"
+        )
+    if 0 in features.shape:
+        raise ShapeError(
+            f"{name} must not be empty, got shape {tuple(features.shape)}; skip an empty batch"
+        )
+
+
+def check_match(name: str, features: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise unless two feature tensors share feature size, dtype and device."""
+    if features.shape[-1] != other.shape[-1]:
+        raise ShapeError(
+            f"{name} and {other_name} must share a feature size, got {features.shape[-1]} and "
+            f"{other.shape[-1]}; project both towers to one size"
+        )
+    if features.dtype != other.dtype:
+        raise DtypeError(
+            f"{name} and {other_name} must share a dtype, got {features.dtype} and "
+            f"{other.dtype}; cast one of them, or run under torch.autocast"
+        )
+    check_device(other_name, other, name, features)
+
+
+def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """Raise unless `tensor` lives where `like` does."""
+    if tensor.device != like.device:
+        raise DeviceError(
+            f"{name} must be on the device of {like_name} ({like.device}), got {tensor.device}; "
+            f"move it with {name}.to({like_name}.device)"
+        )
+
+
+def as_scalar(name: str, value: float | Tensor, like: Tensor) -> Tensor:
+    """A number or a one-element tensor as a 0-dimensional tensor beside `like`."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dim() > 1:
+            raise ShapeError(
+                f"{name} must hold one number, shape () or (1,), got {tuple(value.shape)}; "
+                "per-row values go into weight"
+            )
+        if value.dtype not in FLOAT_DTYPES:
+            raise DtypeError(f"{name} must be a floating tensor, got {value.dtype}; cast it")
+        check_device(name, value, "the features", like)
+        return value.reshape(())
+    return torch.full(
+        (), check_number(name, value), dtype=accumulate_dtype(like), device=like.device
+    )
+
+
+def check_number(name: str, value: float) -> float:
+    """A finite Python number, as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise OptionError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def accumulate_dtype(features: Tensor) -> torch.dtype:
+    """What sums over `features` are kept in."""
+    return torch.float64 if features.dtype == torch.float64 else torch.float32
+
+
+def check_marks(name: str, marks: Tensor, size: int, like: Tensor) -> None:
+    """Raise unless `marks` (ids, labels or positive indices) is an integer vector of `size`."""
+    if not isinstance(marks, Tensor):
+        raise DtypeError(f"{name} must be an integer tensor, got {type(marks).__name__}")
+    if marks.dtype not in INTEGER_DTYPES:
+        raise DtypeError(f"{name} must be an integer tensor, got {marks.dtype}; cast with .long()")
+    if marks.shape != (size,):
+        raise ShapeError(
+            f"{name} must have one entry for each of the {size} features, shape ({size},), "
+            f"got {tuple(marks.shape)}"
+        )
+    check_device(name, marks, "the features", like)
+
+
+def both(name: str, marks: Tensor | Both, n: int, m: int) -> Both:
+    """One mark per pair, or one tensor for each side, as (row marks, column marks)."""
+    if isinstance(marks, Tensor):
+        if n != m:
+            raise ShapeError(
+                f"{name} as one tensor needs as many rows as columns, got {n} and {m}; "
+                f"pass a tuple (row {name}, column {name})"
+            )
+        return marks, marks
+    if not isinstance(marks, (tuple, list)) or len(marks) != 2:
+        raise DtypeError(
+            f"{name} must be a tensor or a tuple of two, got {type(marks).__name__}; "
+            f"pass (row {name}, column {name})"
+        )
+    return marks[0], marks[1]
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_fraction(name: str, value: float) -> float:
+    """A number in [0, 1)."""
+    if not 0 <= check_number(name, value) < 1:
+        raise OptionError(f"{name} must be at least 0 and below 1, got {value}")
+    return float(value)
+
+
+def check_values(pairs: Pairs) -> None:
+    """Read values back and raise on those that cannot be right. Free on CPU, a sync elsewhere."""
+    for name, value in (("scale", pairs.scale), ("bias", pairs.bias)):
+        if value is not None and not bool(torch.isfinite(value)):
+            raise OptionError(
+                f"{name} must be finite, got {float(value)}; lower the learning rate or clamp it"
+            )
+    if pairs.positives is None:
+        return
+    n, m, _ = pairs.shape
+    wrong = (pairs.positives < NO_POSITIVE) | (pairs.positives >= m)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise OptionError(
+            f"positives must lie in [0, {m}) or be {NO_POSITIVE} for none, got "
+            f"{int(pairs.positives[row])} at row {row}"
+        )
+    if pairs.symmetric:
+        chosen = pairs.positives.long()
+        back = torch.where(chosen < 0, torch.arange(n, device=chosen.device), chosen[chosen])
+        if bool((back != torch.arange(n, device=chosen.device)).any()):
+            raise OptionError(
+                "positives must come in mutual pairs, positives[positives[i]] == i, where the "
+                "columns are the rows; pass the features as cols too, or use labels"
+            )

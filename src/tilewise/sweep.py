@@ -1,0 +1,158 @@
+"""The door: what people call, checked and handed to the ops."""
+
+from typing import Literal, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from tilewise import autograd, backends
+from tilewise.backends.plan import Plan
+from tilewise.errors import OptionError
+from tilewise.pairs import Both, Pairs, check_choice, check_number, make_pairs
+from tilewise.reductions import Stats
+
+
+class SweepOptions(TypedDict, total=False):
+    """How to sweep: keywords that every loss takes."""
+
+    backend: str  # "auto" (default), "fused", "chunked" or "dense"
+    workspace_mib: float  # most memory for tiles at work, 256 by default
+    check_values: bool  # read scale and indices back from a device to check them
+
+
+class Reduced(NamedTuple):
+    """What a sweep tells of rows and columns. `cols` is empty unless the columns were asked for."""
+
+    rows: Stats  # vectors (N,)
+    cols: Stats  # vectors (M,)
+
+
+def reduce_pairs(
+    rows: Tensor,
+    cols: Tensor | None,
+    scale: float | Tensor = 1.0,
+    bias: float | Tensor | None = None,
+    *,
+    positives: Tensor | Literal["aligned"] | None = "aligned",
+    ids: Tensor | Both | None = None,
+    labels: Tensor | Both | None = None,
+    skip_self: bool = False,
+    reduction: Literal["logsumexp", "softplus"] = "logsumexp",
+    columns: bool = True,
+    sums: bool = False,
+    **how: Unpack[SweepOptions],
+) -> Reduced:
+    """Reduce z_ij = scale * rows_i . cols_j + bias over the negatives of each row and column.
+
+    The plain program it replaces, without ever holding an (N, M) matrix:
+
+        z = scale * rows @ cols.T + bias
+        logsumexp(where(negative, z, -inf), dim)       # or the softplus sum, see below
+
+    Args:
+        rows: features (N, D).
+        cols: features (M, D); None stands for the rows themselves, at half the cost.
+        scale, bias: numbers, or tensors of shape () or (1,).
+        positives: "aligned" for the pairs (i, i), an index tensor (N,) with NO_POSITIVE for none,
+            or None where all pairs are negatives. With `cols=None` an index must be mutual.
+        ids: pairs of equal ids are left out unless they are positives; (N,), or (row, column) ids.
+        labels: pairs of equal labels are the positives, instead of `positives`.
+        skip_self: leave out the pairs (i, i).
+        reduction: "logsumexp" over negatives, or "softplus": the sum of softplus(z) over negatives
+            and softplus(-z) over positives.
+        columns: whether the columns are reduced too, in the same sweep.
+        sums: whether sums and counts of the negatives are wanted, for label smoothing.
+        how: backend, workspace_mib and check_values, see `SweepOptions`.
+
+    Returns:
+        Stats of the rows (N,) and of the columns (M,), differentiable once in rows, cols, scale
+        and bias, in float32 (float64 for float64 features).
+    """
+    check_choice("reduction", reduction, ("logsumexp", "softplus"))
+    pairs = make_pairs(
+        rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=skip_self
+    )
+    if columns and pairs.kind == "index" and not pairs.symmetric and reduction == "logsumexp":
+        raise OptionError(
+            "columns=True needs positives that a column can find, got an index per row; pass "
+            "labels, or columns=False"
+        )
+    plan = _plan(how, reduction, columns, sums)
+    if reduction == "softplus":
+        return _reduced(pairs, autograd.reduce(*pairs, *plan), None)
+    pairs, shift = pairs._replace(bias=None), pairs.bias
+    if columns or sums or pairs.kind == "label" or not _frozen(pairs):
+        return _reduced(pairs, autograd.reduce(*pairs, *plan), shift)
+    rows_only = autograd.attend(*pairs, *plan)[0]
+    return _reduced(pairs, (rows_only, rows_only.new_empty(0)), shift)
+
+
+def weigh_pairs(
+    rows: Tensor,
+    cols: Tensor,
+    scale: float | Tensor,
+    bias: float | Tensor | None,
+    *,
+    weight: Tensor,
+    positives: Tensor | Literal["aligned"] | None = "aligned",
+    ids: Tensor | Both | None = None,
+    labels: Tensor | Both | None = None,
+    **how: Unpack[SweepOptions],
+) -> Tensor:
+    """Sum over i of weight_i * (softplus sum of row i), gradients computed in the same sweep.
+
+    Like `(weight * reduce_pairs(..., reduction="softplus").rows.values).sum()` at three products
+    instead of four: the weights (N,) are known before the sweep, so nothing is recomputed.
+    """
+    pairs = make_pairs(
+        rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=False
+    )
+    plan = _plan(how, "softplus", False, False)
+    if weight.requires_grad:
+        return (weight * Stats.unpack(autograd.reduce(*pairs, *plan)[0]).values).sum()
+    needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in pairs[:4]]
+    value: Tensor = autograd.weigh(*pairs, *plan, weight.to(pairs.dtype), *needs)[0]
+    return value
+
+
+def _plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> Plan:
+    unknown = set(how) - set(SweepOptions.__annotations__)
+    if unknown:
+        raise OptionError(
+            f"unknown option {sorted(unknown)[0]!r}; the sweep takes "
+            f"{', '.join(SweepOptions.__annotations__)}"
+        )
+    backend = how.get("backend", "auto")
+    check_choice("backend", backend, backends.NAMES)
+    workspace_mib = check_number("workspace_mib", how.get("workspace_mib", 256))
+    if workspace_mib <= 0:
+        raise OptionError(f"workspace_mib must be positive, got {workspace_mib}")
+    workspace_bytes = int(workspace_mib * 2**20)
+    return Plan(reduction, columns, sums, backend, workspace_bytes, how.get("check_values", False))
+
+
+def _frozen(pairs: Pairs) -> bool:
+    """Whether the rows want a gradient and the columns none."""
+    frozen = pairs.cols is not None and not pairs.cols.requires_grad
+    return frozen and pairs.rows.requires_grad and torch.is_grad_enabled()
+
+
+def _reduced(pairs: Pairs, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Reduced:
+    rows, cols = (Stats.unpack(side) if side.numel() else None for side in packed)
+    assert rows is not None
+    if cols is None:
+        cols = rows if pairs.symmetric else Stats.unpack(packed[1][None])
+    if bias is None:
+        return Reduced(rows, cols)
+    return Reduced(rows.with_bias(bias), cols.with_bias(bias))
+
+
+def explain_backend(features: Tensor, backend: str = "auto") -> backends.Choice:
+    """Which backend a loss on such features takes, and why the others were passed over.
+
+    >>> print(explain_backend(torch.zeros(8, 4)))
+    fused: passed over, it needs a CUDA or ROCm device, got cpu
+    chunked: chosen
+    """
+    return backends.choose(backend, features.device, features.dtype)

@@ -1,0 +1,63 @@
+"""How N x M pairs are cut into tiles. Integers only: nothing here knows a tensor."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Bytes a pair may need at work: logits, cosines and scratch in fp32, masks, and temporaries.
+BYTES_PER_PAIR = 32
+
+
+class Tile(NamedTuple):
+    """Rows [row_start, row_stop) against columns [col_start, col_stop)."""
+
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row_start, self.row_stop)
+
+    @property
+    def cols(self) -> slice:
+        return slice(self.col_start, self.col_stop)
+
+    @property
+    def diagonal(self) -> range:
+        """Indices i for which the pair (i, i) lies in this tile."""
+        return range(max(self.row_start, self.col_start), min(self.row_stop, self.col_stop))
+
+
+def spans(size: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, size) into pieces of `step`, the last one shorter."""
+    return ((start, min(start + step, size)) for start in range(0, size, step))
+
+
+def row_of_tiles(rows: tuple[int, int], num_cols: int, width: int) -> Iterator[Tile]:
+    """All tiles of one row panel, left to right."""
+    return (Tile(*rows, *cols) for cols in spans(num_cols, width))
+
+
+def upper_row_of_tiles(rows: tuple[int, int], size: int) -> Iterator[Tile]:
+    """The tiles of one row panel on and above the diagonal of a square cut into square tiles."""
+    start, stop = rows
+    yield Tile(start, stop, start, stop)
+    for col_start, col_stop in spans(size - stop, stop - start):
+        yield Tile(start, stop, stop + col_start, stop + col_stop)
+
+
+def tile_shape(num_features: int, workspace_bytes: int, most: tuple[int, int]) -> tuple[int, int]:
+    """The largest (n, m), halved from `most`, whose buffers fit in the workspace.
+
+    Beside the tile itself a sweep holds fp32 copies of its feature blocks: three of the rows
+    (scaled, plain, gradient) and two of the columns, counted as fp64 to be safe.
+    """
+    n, m = most
+    while n * m > 1 and _tile_bytes(n, m, num_features) > workspace_bytes:
+        n, m = (n, max(1, m // 2)) if m >= n else (max(1, n // 2), m)
+    return n, m
+
+
+def _tile_bytes(n: int, m: int, num_features: int) -> int:
+    return BYTES_PER_PAIR * n * m + 8 * num_features * (3 * n + 2 * m)

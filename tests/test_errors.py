@@ -1,0 +1,115 @@
+"""Every bad input named in the design raises ours, naming the argument, what was got, the remedy."""
+
+import pytest
+import torch
+
+import tilewise as tw
+
+A, B = torch.randn(6, 4), torch.randn(6, 4)
+INT = torch.arange(6)
+
+BAD = {
+    "feature size": (lambda: tw.clip_loss(A, torch.randn(6, 5), 1.0), tw.ShapeError, "image and text.*4 and 5.*project"),
+    "one dimension": (lambda: tw.info_nce(A[0], B, 1.0), tw.ShapeError, r"query must have 2 dimensions.*\(4,\)"),
+    "three dimensions": (lambda: tw.nt_xent(A[None], B[None]), tw.ShapeError, "first must have 2"),
+    "empty": (lambda: tw.siglip_loss(A[:0], B, 1.0), tw.ShapeError, "image must not be empty"),
+    "unpaired": (lambda: tw.clip_loss(A, B[:5], 1.0), tw.ShapeError, "6 and 5 rows.*info_nce"),
+    "views unpaired": (lambda: tw.nt_xent(A, B[:5]), tw.ShapeError, "two views.*6 and 5"),
+    "integer features": (lambda: tw.clip_loss(A.long(), B, 1.0), tw.DtypeError, "image must be float64.*int64.*cast"),
+    "list features": (lambda: tw.clip_loss([[1.0]], B, 1.0), tw.DtypeError, "image must be a tensor, got list"),
+    "mixed dtypes": (lambda: tw.clip_loss(A, B.bfloat16(), 1.0), tw.DtypeError, "float32 and torch.bfloat16.*autocast"),
+    "mixed devices": (lambda: tw.clip_loss(A, B.to("meta"), 1.0), tw.DeviceError, "text must be on the device of image"),
+    "scale shape": (lambda: tw.clip_loss(A, B, torch.ones(6)), tw.ShapeError, r"scale must hold one number.*\(6,\).*weight"),
+    "scale dtype": (lambda: tw.clip_loss(A, B, torch.tensor(3)), tw.DtypeError, "scale must be a floating tensor.*int64"),
+    "scale text": (lambda: tw.clip_loss(A, B, "10"), tw.DtypeError, "scale must be a number or a tensor, got str"),
+    "scale infinite": (lambda: tw.clip_loss(A, B, float("inf")), tw.OptionError, "scale must be finite, got inf"),
+    "scale nan on cpu": (lambda: tw.clip_loss(A, B, torch.tensor(torch.nan)), tw.OptionError, "scale must be finite, got nan"),
+    "scale device": (lambda: tw.clip_loss(A, B, torch.ones((), device="meta")), tw.DeviceError, "scale must be on the device"),
+    "bias nan on cpu": (lambda: tw.siglip_loss(A, B, 1.0, torch.tensor(torch.inf)), tw.OptionError, "bias must be finite"),
+    "scale and temperature": (lambda: tw.clip_loss(A, B, 1.0, temperature=1.0), tw.OptionError, "pass one of them"),
+    "temperature zero": (lambda: tw.nt_xent(A, B, temperature=0.0), tw.OptionError, "temperature must be above 0, got 0.0"),
+    "weight shape": (lambda: tw.clip_loss(A, B, 1.0, weight=torch.ones(5)), tw.ShapeError, r"weight must have shape \(6,\).*\(5,\)"),
+    "weight dtype": (lambda: tw.clip_loss(A, B, 1.0, weight=INT), tw.DtypeError, "weight must be float64.*int64"),
+    "ids dtype": (lambda: tw.clip_loss(A, B, 1.0, ids=A[:, 0]), tw.DtypeError, "row ids must be an integer tensor.*float32"),
+    "ids length": (lambda: tw.clip_loss(A, B, 1.0, ids=INT[:5]), tw.ShapeError, r"row ids.*\(6,\).*\(5,\)"),
+    "ids rectangular": (lambda: tw.info_nce(A, B[:5], 1.0, ids=INT), tw.ShapeError, r"6 and 5; pass a tuple \(row ids, column ids\)"),
+    "ids list": (lambda: tw.clip_loss(A, B, 1.0, ids=[1, 2, 3]), tw.DtypeError, "ids must be a tensor or a tuple of two"),
+    "labels device": (lambda: tw.sup_con(A, INT.to("meta")), tw.DeviceError, "row labels must be on the device"),
+    "labels and index": (lambda: tw.info_nce(A, B, 1.0, labels=INT, positives=INT), tw.OptionError, "pass one"),
+    "index length": (lambda: tw.info_nce(A, B, 1.0, positives=INT[:5]), tw.ShapeError, "positives must have one entry"),
+    "index above": (lambda: tw.info_nce(A, B, 1.0, positives=INT + 1), tw.OptionError, r"positives must lie in \[0, 6\).*got 6 at row 5"),
+    "index below": (lambda: tw.info_nce(A, B, 1.0, positives=INT - 2), tw.OptionError, "got -2 at row 0"),
+    "index text": (lambda: tw.info_nce(A, B, 1.0, positives="diagonal"), tw.OptionError, "positives must be one of 'aligned'"),
+    "index not mutual": (
+        lambda: tw.reduce_pairs(A, None, positives=torch.tensor([1, 2, 0, 4, 3, 5]), skip_self=True), tw.OptionError, "mutual pairs"),
+    "index for columns": (lambda: tw.reduce_pairs(A, B, positives=INT), tw.OptionError, "columns=True needs"),
+    "aligned self": (lambda: tw.reduce_pairs(A, B, skip_self=True), tw.OptionError, "skip_self=True leaves out"),
+    "negatives shape": (lambda: tw.info_nce(A, B, 1.0, negatives=A[0]), tw.ShapeError, r"negatives must be a tensor \(K, D\)"),
+    "negatives rows": (lambda: tw.info_nce(A, B, 1.0, negatives=torch.randn(5, 2, 4)), tw.ShapeError, "each of the 6 queries, got 5"),
+    "negatives size": (lambda: tw.info_nce(A, B, 1.0, negatives=torch.randn(5, 3)), tw.ShapeError, "query and negatives must share"),
+    "negative ids alone": (lambda: tw.info_nce(A, B, 1.0, negative_ids=INT), tw.OptionError, "negatives, which were not given"),
+    "negative ids without ids": (
+        lambda: tw.info_nce(A, B, 1.0, negatives=A, negative_ids=INT), tw.OptionError, "pass ids too"),
+    "negative ids shape": (
+        lambda: tw.info_nce(A, B, 1.0, negatives=A, negative_ids=INT[:5], ids=INT), tw.ShapeError, r"negative_ids must have shape \(6,\)"),
+    "smoothing": (lambda: tw.clip_loss(A, B, 1.0, label_smoothing=1.0), tw.OptionError, "label_smoothing must be at least 0 and below 1"),
+    "reduction": (lambda: tw.clip_loss(A, B, 1.0, reduction="avg"), tw.OptionError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
+    "sweep reduction": (lambda: tw.reduce_pairs(A, B, reduction="max"), tw.OptionError, "'logsumexp', 'softplus'"),
+    "backend": (lambda: tw.clip_loss(A, B, 1.0, backend="cuda"), tw.OptionError, "backend must be one of 'auto'.*got 'cuda'"),
+    "backend refused": (lambda: tw.clip_loss(A, B, 1.0, backend="fused"), tw.BackendError, "'fused' cannot run: it needs a CUDA.*backend='auto'"),
+    "workspace": (lambda: tw.clip_loss(A, B, 1.0, workspace_mib=0), tw.OptionError, "workspace_mib must be positive, got 0"),
+    "unknown option": (lambda: tw.clip_loss(A, B, 1.0, workspace=1), tw.OptionError, "unknown option 'workspace'.*workspace_mib"),
+    "world size": (lambda: tw.ClipLoss(rank=0, world_size=2), tw.OptionError, "world_size must be 1, got 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, kind, message = BAD[name]
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert isinstance(caught.value, tw.TilewiseError)
+    assert type(caught.value) is kind
+
+
+def test_backend_choice_explains_itself():
+    choice = tw.explain_backend(A)
+    assert choice.name == "chunked"
+    assert str(choice) == (
+        "fused: passed over, it needs a CUDA or ROCm device, got cpu\nchunked: chosen"
+    )
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize("backend", ["dense", "chunked"])
+@pytest.mark.parametrize("loss", ["clip", "siglip", "info_nce", "nt_xent", "sup_con"])
+def test_non_finite_features_give_a_non_finite_loss(loss, backend, side, value):
+    """Also where the other side is orthogonal or opposed, so that logits are all -inf."""
+    calls = {
+        "clip": lambda a, b: tw.clip_loss(a, b, 10.0, backend=backend),
+        "siglip": lambda a, b: tw.siglip_loss(a, b, 10.0, backend=backend),
+        "info_nce": lambda a, b: tw.info_nce(a, b, 10.0, backend=backend),
+        "nt_xent": lambda a, b: tw.nt_xent(a, b, backend=backend),
+        "sup_con": lambda a, b: tw.sup_con(torch.cat([a, b]), INT.repeat(2), backend=backend),
+    }
+    for sign in (1.0, -1.0):
+        a, b = A.abs().clone(), sign * B.abs().clone()
+        (a if side == "image" else b)[3, 2] = value
+        assert not calls[loss](a, b).isfinite()
+
+
+@pytest.mark.parametrize("value", [-2, 6, 10**9])
+def test_out_of_range_positive_on_a_device_is_nan(value, monkeypatch):
+    """Devices are not read back: that row's loss is NaN, the others' are right."""
+    from tilewise import autograd
+
+    monkeypatch.setattr(autograd, "check_values", lambda pairs: None)
+    index = INT.clone()
+    index[2] = value
+    for backend in ("dense", "chunked"):
+        rows = tw.info_nce(A, B, 1.0, positives=index, reduction="none", backend=backend)
+        right = tw.info_nce(A, B, 1.0, reduction="none", backend=backend)
+        assert rows[2].isnan()
+        keep = torch.arange(6) != 2
+        assert torch.equal(rows[keep], right[keep])

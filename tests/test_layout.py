@@ -1,0 +1,124 @@
+"""The shape of the code: imports point down, limits are kept, public names are documented."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import tilewise as tw
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "tilewise"
+
+# A module may import from its own layer or below; the longest matching prefix counts.
+LAYERS = {
+    "errors": 0, "pairs": 0, "tiles": 0, "measure": 0,
+    "reductions": 1, "positives": 1,
+    "backends": 2,
+    "autograd": 3, "sweep": 3,
+    "losses": 4,
+    "bench": 6, "bench_report": 6, "cli": 6,
+}  # fmt: skip
+LONG_FUNCTIONS = set()  # a good reason beats a limit: name it here and say why where it stands
+
+
+def modules():
+    return [path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py"]
+
+
+def name_of(path):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(name):
+    return LAYERS[name.split(".")[0]]
+
+
+def imports(path):
+    """(dotted name below tilewise, line) of every import of our own modules."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "tilewise":
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            elif (node.module or "").startswith("tilewise."):
+                yield node.module.removeprefix("tilewise."), node.lineno
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("tilewise."):
+                    yield alias.name.removeprefix("tilewise."), node.lineno
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in modules():
+        own = layer_of(name_of(path))
+        for name, line in imports(path):
+            if own == 6 and name in tw.__all__:
+                continue  # the application uses the public API
+            if layer_of(name) > own:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name} from above")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_application_uses_only_the_public_api():
+    allowed = {"errors", "measure", "bench", "bench_report", "cli", "__version__", *tw.__all__}
+    for path in modules():
+        if layer_of(name_of(path)) == 6:
+            for name, line in imports(path):
+                assert name in allowed, f"{path.name}:{line} reaches behind the public API: {name}"
+
+
+def test_only_autograd_knows_autograd():
+    words = re.compile(r"register_autograd|autograd\.Function|save_for_backward|torch\.library")
+    for path in modules():
+        if path.name != "autograd.py":
+            assert not words.search(path.read_text()), path
+
+
+def test_torch_distributed_and_triton_stay_where_they_belong():
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                assert not name.startswith("triton"), f"{path}: Triton is imported lazily"
+                assert not name.startswith("torch.distributed"), path
+
+
+def test_limits():
+    wrong = []
+    for path in modules():
+        text = path.read_text()
+        lines = len(text.splitlines())
+        if lines > 400:
+            wrong.append(f"{path.name}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name not in LONG_FUNCTIONS:
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                size = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                if size > 50:
+                    wrong.append(f"{path.name}: {node.name} has {size} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_names_are_the_documented_ones():
+    documented = set(re.findall(r"^### `(\w+)`", (ROOT / "docs" / "api.md").read_text(), re.M))
+    assert documented == set(tw.__all__)
+    public = {name for name in vars(tw) if not name.startswith("_")}
+    submodules = {path.name.split(".")[0] for path in SOURCE.iterdir()}
+    assert public - submodules == set(tw.__all__) - submodules
+    for name in tw.__all__:
+        thing = getattr(tw, name)
+        assert name == "NO_POSITIVE" or (thing.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_modules_import_alone():
+    for path in modules():
+        importlib.import_module(f"tilewise.{name_of(path)}")
+
+
+def test_versions_agree():
+    assert f"version: {tw.__version__}" in (ROOT / "CITATION.cff").read_text()

@@ -1,0 +1,114 @@
+"""Memory linear in the batch, and the same bits twice."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilewise as tw
+from tilewise.measure import peak_bytes
+
+MIB = 2**20
+
+
+def inputs(batch, dim, dtype=torch.float32, frozen=False):
+    generator = torch.Generator().manual_seed(batch)
+    make = lambda: F.normalize(torch.randn(batch, dim, generator=generator), dim=1).to(dtype)  # noqa: E731
+    return make().requires_grad_(), make().requires_grad_(not frozen)
+
+
+LOSSES = {
+    "clip": lambda a, b: tw.clip_loss(a, b, 14.3),
+    "clip-ids": lambda a, b: tw.clip_loss(a, b, 14.3, ids=torch.arange(a.shape[0]) // 2),
+    "siglip": lambda a, b: tw.siglip_loss(a, b, 10.0),
+    "info_nce-frozen": lambda a, b: tw.info_nce(a, b.detach(), 14.3),
+    "nt_xent": lambda a, b: tw.nt_xent(a, b),
+    "sup_con": lambda a, b: tw.sup_con(a, torch.arange(a.shape[0]) // 2),
+}
+
+
+def peak(name, batch, dim, dtype=torch.float32, **options):
+    """Peak of forward + backward above the inputs, gradients included."""
+    a, b = inputs(batch, dim, dtype)
+
+    def step():
+        a.grad = b.grad = None
+        LOSSES[name](a, b).backward()
+
+    step()  # what is allocated once and kept does not count
+    return peak_bytes(step, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_peak_is_within_the_contract(name):
+    """1.25 x (inputs + both gradients) + 256 MiB; storing the matrix would take 1 GiB here."""
+    batch, dim = 16384, 64
+    torch.set_num_threads(2)
+    side = batch * dim * 4
+    limit = 1.25 * 4 * side + 256 * MIB
+    assert peak(name, batch, dim) + 2 * side <= limit
+    assert 4 * batch * batch > limit, "the test would not notice a stored matrix"
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_peak_grows_linearly(name):
+    """R17: the exponent of growth, which is 2 where the matrix is stored, is at most 1.05."""
+    torch.set_num_threads(2)
+    peaks = [peak(name, batch, 64) for batch in (4096, 8192, 16384)]
+    for small, large in itertools.pairwise(peaks):
+        assert math.log2(large / small) <= 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [4096, 8192, 16384, 32768, 65536])
+def test_peak_up_to_65536(batch):
+    """The whole range of the contract; about two minutes."""
+    torch.set_num_threads(2)
+    side = batch * 64 * 4
+    assert peak("clip", batch, 64) + 2 * side <= 1.25 * 4 * side + 256 * MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_need_one_accumulator(dtype):
+    """Above inputs and gradients: workspace and 2 * M * D bytes, rounded in place at the end."""
+    batch, dim = 4096, 1024
+    torch.set_num_threads(2)
+    side = batch * dim * 2
+    extra = peak("clip", batch, dim, dtype) - 2 * side
+    tiles = peak("clip", batch, dim // 64, dtype)
+    assert extra <= side + tiles + 40 * MIB
+
+
+def test_softplus_gradients_are_handed_over_without_a_copy():
+    """SigLIP keeps gradients from the forward and scales them in place: no third and fourth one."""
+    batch, dim = 2048, 8192
+    torch.set_num_threads(2)
+    side = batch * dim * 4
+    small = peak("siglip", batch, 16)
+    assert peak("siglip", batch, dim) - small <= 2 * side + 160 * MIB
+    # The gradients are 64 MiB each: copies of both would not fit under the line above.
+    assert 4 * side > 2 * side + 100 * MIB
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", LOSSES)
+def test_same_bits_on_every_run(name, threads):
+    torch.set_num_threads(threads)
+    results = []
+    for _ in range(5):
+        a, b = inputs(700, 33)
+        loss = LOSSES[name](a, b)
+        loss.backward()
+        results.append([loss.detach(), a.grad, b.grad])
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert x is y or torch.equal(x, y)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
