@@ -17,7 +17,7 @@ LAYERS = {
     "backends": 2,
     "autograd": 3, "sweep": 3,
     "losses": 4,
-    "bench": 6, "bench_report": 6, "cli": 6,
+    "bench": 6, "bench_report": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 LONG_FUNCTIONS = set()  # a good reason beats a limit: name it here and say why where it stands
 
@@ -117,7 +117,8 @@ def test_public_names_are_the_documented_ones():
 
 def test_modules_import_alone():
     for path in modules():
-        importlib.import_module(f"tilewise.{name_of(path)}")
+        if path.stem != "__main__":
+            importlib.import_module(f"tilewise.{name_of(path)}")
 
 
 def test_versions_agree():

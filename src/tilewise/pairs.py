@@ -123,9 +123,8 @@ def _both_or_none(
 def autocast(features: Tensor) -> Tensor:
     """As a matrix product would take it: in the autocast dtype where autocast is on."""
     kind = features.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return features
-    if features.dtype == torch.float64:
+    # Meta tensors know no autocast, and asking whether a device does cannot be traced by all torch.
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or features.dtype == torch.float64:
         return features
     return features.to(torch.get_autocast_dtype(kind))
 
