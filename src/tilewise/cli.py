@@ -55,6 +55,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--batch", dest="batches", action="extend", type=_sizes, metavar="B[,B...]",
         help=f"batch sizes to time, may be repeated (default {_listed(default.batches)})",
     )  # fmt: skip
+    parser.add_argument(
+        "--memory", dest="memory_batches", action="extend", type=_sizes, metavar="B[,B...]",
+        help=f"batch sizes of the memory curve (default {_listed(default.memory_batches)})",
+    )  # fmt: skip
     parser.add_argument("--dim", type=int, help=f"feature size (default {default.dim})")
     parser.add_argument("--dtype", help=f"{', '.join(bench.DTYPES)} (default {default.dtype})")
     parser.add_argument("--loss", help=f"{', '.join(bench.TASKS)} (default {default.loss})")
@@ -85,8 +89,9 @@ def _bench(options: dict[str, Any]) -> int:
 
     # Keeps the profiler, which counts memory, from writing to stderr whenever it starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    if "batches" in options:
-        options["batches"] = tuple(options["batches"])
+    for name in ("batches", "memory_batches"):
+        if name in options:
+            options[name] = tuple(options[name])
     quick = bench.QUICK if options.pop("quick", False) else {}
     config = bench.BenchConfig(**{**quick, **options})
     folder = bench_report.make_folder(config)
