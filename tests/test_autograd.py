@@ -74,6 +74,11 @@ def detached(args):
     return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
 
 
+def transposed(x):
+    """The same numbers with the strides of a transposed tensor."""
+    return x.detach().t().contiguous().t().requires_grad_()
+
+
 def op_calls():
     """(op, arguments) of every custom op, small."""
     plan = Plan("logsumexp", True, False, "chunked", 2**20, False)
@@ -97,6 +102,7 @@ def op_calls():
     mean = autograd.attend(*frozen, *plan)[1].detach()
     needs = (True, True, True, False)
     own = torch.randn(6, 2, 5)
+    turned = pairs._replace(rows=transposed(rows), cols=transposed(cols))
     return {
         "reduce": (autograd.reduce, (*pairs, *plan)),
         "reduce-sums": (autograd.reduce, (*pairs, *sums)),
@@ -105,10 +111,15 @@ def op_calls():
         "differentiate": (autograd._differentiate, (*pairs, *plan, *stats, *stats, *needs)),
         "attend": (autograd.attend, (*frozen, *plan)),
         "pull_rows": (autograd._pull_rows, (*detached(frozen), *plan, mean, stats[0])),
+        "reduce-transposed": (autograd.reduce, (*turned, *plan)),
+        "weigh-transposed": (autograd.weigh, (*turned, *softplus, weight, True, True, True, False)),
         "weigh": (autograd.weigh, (*soft, *softplus, weight, True, True, True, True)),
         "gain": (autograd._gain, (grads, gain)),
         "dot_rows": (autograd.dot_rows, (rows, own.clone().requires_grad_())),
-        "dot_rows_backward": (autograd._dot_rows_backward, (rows.detach(), own, torch.randn(6, 2))),
+        "dot_rows_backward": (
+            autograd._dot_rows_backward,
+            (rows.detach(), own, torch.randn(6, 2), True, True),
+        ),
     }
 
 
@@ -157,8 +168,8 @@ RESIZABLE = {
 }
 
 
-def same_as_eager(compiled, loss, n, m):
-    args = unit(n), unit(m), scalar(3.0), scalar(-0.5)
+def same_as_eager(compiled, loss, n, m, layout=lambda x: x):
+    args = layout(unit(n)), layout(unit(m)), scalar(3.0), scalar(-0.5)
     again = [x.detach().requires_grad_() for x in args]
     compiled(*args).sum().backward()
     loss(*again).sum().backward()
@@ -170,9 +181,9 @@ def same_as_eager(compiled, loss, n, m):
 @pytest.mark.parametrize("name", LOSSES)
 def test_compile_fullgraph(name):
     torch._dynamo.reset()
-    same_as_eager(
-        torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager"), LOSSES[name], 6, 9
-    )
+    compiled = torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager")
+    same_as_eager(compiled, LOSSES[name], 6, 9)
+    same_as_eager(compiled, LOSSES[name], 6, 9, transposed)
 
 
 @pytest.mark.parametrize("name", RESIZABLE)

@@ -34,14 +34,14 @@ BAD = {
     "ids length": (lambda: tw.clip_loss(A, B, 1.0, ids=INT[:5]), tw.ShapeError, r"row ids.*\(6,\).*\(5,\)"),
     "ids rectangular": (lambda: tw.info_nce(A, B[:5], 1.0, ids=INT), tw.ShapeError, r"6 and 5; pass a tuple \(row ids, column ids\)"),
     "ids list": (lambda: tw.clip_loss(A, B, 1.0, ids=[1, 2, 3]), tw.DtypeError, "ids must be a tensor or a tuple of two"),
-    "labels device": (lambda: tw.sup_con(A, INT.to("meta")), tw.DeviceError, "row labels must be on the device"),
+    "labels device": (lambda: tw.sup_con(A, INT.to("meta")), tw.DeviceError, "labels must be on the device of the features \\(cpu\\), got meta; move it with .to"),
     "labels and index": (lambda: tw.info_nce(A, B, 1.0, labels=INT, positives=INT), tw.OptionError, "pass one"),
     "index length": (lambda: tw.info_nce(A, B, 1.0, positives=INT[:5]), tw.ShapeError, "positives must have one entry"),
     "index above": (lambda: tw.info_nce(A, B, 1.0, positives=INT + 1), tw.OptionError, r"positives must lie in \[0, 6\).*got 6 at row 5"),
     "index below": (lambda: tw.info_nce(A, B, 1.0, positives=INT - 2), tw.OptionError, "got -2 at row 0"),
     "index text": (lambda: tw.info_nce(A, B, 1.0, positives="diagonal"), tw.OptionError, "positives must be one of 'aligned'"),
     "index not mutual": (
-        lambda: tw.reduce_pairs(A, None, positives=torch.tensor([1, 2, 0, 4, 3, 5]), skip_self=True), tw.OptionError, "mutual pairs"),
+        lambda: tw.reduce_pairs(A, None, positives=torch.tensor([1, 2, 0, 4, 3, 5]), skip_self=True), tw.OptionError, "in mutual pairs.*got 1 at row 0"),
     "index for columns": (lambda: tw.reduce_pairs(A, B, positives=INT), tw.OptionError, "columns=True needs"),
     "aligned self": (lambda: tw.reduce_pairs(A, B, skip_self=True), tw.OptionError, "skip_self=True leaves out"),
     "negatives shape": (lambda: tw.info_nce(A, B, 1.0, negatives=A[0]), tw.ShapeError, r"negatives must be a tensor \(K, D\)"),
@@ -51,7 +51,7 @@ BAD = {
     "negative ids without ids": (
         lambda: tw.info_nce(A, B, 1.0, negatives=A, negative_ids=INT), tw.OptionError, "pass ids too"),
     "negative ids shape": (
-        lambda: tw.info_nce(A, B, 1.0, negatives=A, negative_ids=INT[:5], ids=INT), tw.ShapeError, r"negative_ids must have shape \(6,\)"),
+        lambda: tw.info_nce(A, B, 1.0, negatives=A, negative_ids=INT[:5], ids=INT), tw.ShapeError, r"negative_ids must have one entry.*\(6,\).*\(5,\)"),
     "smoothing": (lambda: tw.clip_loss(A, B, 1.0, label_smoothing=1.0), tw.OptionError, "label_smoothing must be at least 0 and below 1"),
     "reduction": (lambda: tw.clip_loss(A, B, 1.0, reduction="avg"), tw.OptionError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
     "sweep reduction": (lambda: tw.reduce_pairs(A, B, reduction="max"), tw.OptionError, "'logsumexp', 'softplus'"),
@@ -59,6 +59,26 @@ BAD = {
     "backend refused": (lambda: tw.clip_loss(A, B, 1.0, backend="fused"), tw.BackendError, "'fused' cannot run: it needs a CUDA.*backend='auto'"),
     "workspace": (lambda: tw.clip_loss(A, B, 1.0, workspace_mib=0), tw.OptionError, "workspace_mib must be positive, got 0"),
     "unknown option": (lambda: tw.clip_loss(A, B, 1.0, workspace=1), tw.OptionError, "unknown option 'workspace'.*workspace_mib"),
+    "softplus on itself": (lambda: tw.reduce_pairs(A, None, positives=None, reduction="softplus"), tw.OptionError, "needs columns of its own.*cols=rows"),
+    "two ids on itself": (lambda: tw.reduce_pairs(A, None, positives=None, ids=(INT, INT)), tw.OptionError, "ids must be one tensor where the columns are the rows"),
+    "two labels on itself": (lambda: tw.sup_con(A, (INT, INT)), tw.DtypeError, "labels must be an integer tensor, got tuple"),
+    "no labels": (lambda: tw.sup_con(A, None), tw.DtypeError, "labels must be an integer tensor, got NoneType"),
+    "no positives": (lambda: tw.info_nce(A, B, 1.0, positives=None), tw.OptionError, "positives must be 'aligned' or an index"),
+    "no positives in siglip": (lambda: tw.siglip_loss(A, B, 1.0, positives=None), tw.OptionError, "positives must be 'aligned' or an index"),
+    "weigh shape": (lambda: tw.weigh_pairs(A, B, 1.0, None, weight=torch.ones(1)), tw.ShapeError, r"weight must have shape \(6,\).*\(1,\)"),
+    "weigh dtype": (lambda: tw.weigh_pairs(A, B, 1.0, None, weight=INT), tw.DtypeError, "weight must be float64"),
+    "weigh list": (lambda: tw.weigh_pairs(A, B, 1.0, None, weight=[1.0] * 6), tw.DtypeError, "weight must be a tensor, got list"),
+    "negative ids list": (lambda: tw.info_nce(A, B, 1.0, negatives=A, negative_ids=[1], ids=INT), tw.DtypeError, "negative_ids must be an integer tensor, got list"),
+    "negative ids float": (
+        lambda: tw.info_nce(A, B, 1.0, negatives=A[:, None], negative_ids=A[:, :1], ids=INT), tw.DtypeError, "negative_ids must be an integer tensor, got torch.float32"),
+    "bias nan for clip": (lambda: tw.clip_loss(A, B, 1.0, bias=torch.tensor(torch.nan)), tw.OptionError, "bias must be finite, got nan"),
+    "temperature text": (lambda: tw.clip_loss(A, B, temperature="0.1"), tw.DtypeError, "temperature must be a number or a tensor, got str"),
+    "temperature infinite": (lambda: tw.clip_loss(A, B, temperature=float("inf")), tw.OptionError, "temperature must be finite"),
+    "temperature tensor": (lambda: tw.clip_loss(A, B, temperature=torch.tensor(0.0)), tw.OptionError, "temperature must be above 0, got 0.0"),
+    "check_values": (lambda: tw.clip_loss(A, B, 1.0, check_values="yes"), tw.DtypeError, "check_values must be True or False, got 'yes'"),
+    "module option": (lambda: tw.NTXentLoss(temprature=0.1), tw.OptionError, "nt_xent has no option 'temprature'; did you mean 'temperature'"),
+    "open_clip option": (lambda: tw.ClipLoss(smoothing=0.1), tw.OptionError, "clip_loss has no option 'smoothing'"),
+    "memory bank": (lambda: tw.NTXentLoss(0.5, 4096), tw.OptionError, "memory_bank_size and gather_distributed must be 0 and False, got 4096"),
     "world size": (lambda: tw.ClipLoss(rank=0, world_size=2), tw.OptionError, "world_size must be 1, got 2"),
 }  # fmt: skip
 
@@ -108,8 +128,25 @@ def test_out_of_range_positive_on_a_device_is_nan(value, monkeypatch):
     index = INT.clone()
     index[2] = value
     for backend in ("dense", "chunked"):
-        rows = tw.info_nce(A, B, 1.0, positives=index, reduction="none", backend=backend)
-        right = tw.info_nce(A, B, 1.0, reduction="none", backend=backend)
-        assert rows[2].isnan()
-        keep = torch.arange(6) != 2
-        assert torch.equal(rows[keep], right[keep])
+        for loss, options in (
+            (tw.info_nce, {}),
+            (tw.info_nce, {"decoupled": True}),
+            (tw.siglip_loss, {}),
+        ):
+            how = {**options, "reduction": "none", "backend": backend}
+            rows = loss(A, B, 1.0, positives=index, **how)
+            right = loss(A, B, 1.0, **how)
+            assert rows[2].isnan()
+            keep = torch.arange(6) != 2
+            assert torch.equal(rows[keep], right[keep])
+        assert tw.siglip_loss(A, B, 1.0, positives=index, backend=backend).isnan()
+
+
+def test_positives_that_are_not_mutual_on_a_device_are_nan(monkeypatch):
+    from tilewise import autograd
+
+    monkeypatch.setattr(autograd, "check_values", lambda pairs: None)
+    index = torch.tensor([1, 0, 3, 4, 2, tw.NO_POSITIVE])
+    for backend in ("dense", "chunked"):
+        swept = tw.reduce_pairs(A, None, positives=index, skip_self=True, backend=backend)
+        assert swept.rows.positives.isnan().tolist() == [False, False, True, True, True, False]

@@ -1,5 +1,6 @@
 """Which rows count, what the options mean, and the modules people replace."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,13 +143,17 @@ def test_modules_take_what_open_clip_gives(ours, theirs, shape):
 
 def test_other_modules():
     a, b, labels = unit(6), unit(6), torch.arange(6) // 2
-    assert torch.equal(tw.InfoNCELoss(0.1)(a, b), tw.info_nce(a, b, temperature=0.1))
-    assert torch.equal(tw.NTXentLoss(0.2)(a, b), tw.nt_xent(a, b, temperature=0.2))
-    assert torch.equal(tw.SupConLoss(0.3)(a, labels), tw.sup_con(a, labels, temperature=0.3))
-    assert torch.equal(
-        tw.InfoNCELoss(0.1, decoupled=True)(a, b, ids=labels),
-        tw.info_nce(a, b, temperature=0.1, decoupled=True, ids=labels),
+    long = 7 * a, 3 * b  # other libraries' modules normalise, so a swap must too
+    near = lambda x, y: torch.allclose(x, y, rtol=1e-12)  # noqa: E731
+    assert near(tw.InfoNCELoss(0.1)(*long), tw.info_nce(a, b, temperature=0.1))
+    assert near(tw.NTXentLoss(0.2)(*long), tw.nt_xent(a, b, temperature=0.2))
+    assert near(tw.SupConLoss(0.3)(7 * a, labels), tw.sup_con(a, labels, temperature=0.3))
+    assert near(
+        tw.InfoNCELoss(0.1, decoupled=True)(*long, ids=labels, negatives=5 * b),
+        tw.info_nce(a, b, temperature=0.1, decoupled=True, ids=labels, negatives=b),
     )
+    plain = tw.NTXentLoss(0.2, normalize=False)
+    assert torch.equal(plain(*long), tw.nt_xent(*long, temperature=0.2))
 
 
 def test_stats_are_the_log_sum_exp():
@@ -159,12 +164,102 @@ def test_stats_are_the_log_sum_exp():
         for scale, shift in ((30.0, 0.0), (30.0, 5.0)):
             swept = tw.reduce_pairs(a, b, scale, shift, backend=backend, sums=True)
             rows, cols = swept.rows, swept.cols
-            kept = torch.where(off, z, -torch.inf)
+            moved = z + shift
+            kept = torch.where(off, moved, -torch.inf)
             assert torch.allclose(rows.values + rows.offset, kept.logsumexp(1))
             assert torch.allclose(cols.values + cols.offset, kept.logsumexp(0))
-            assert torch.allclose(rows.positives + rows.offset, z.diagonal())
+            assert torch.allclose(rows.positives + rows.offset, moved.diagonal())
             assert torch.allclose(
-                rows.negative_sum + rows.negative_count * rows.offset, (z * off).sum(1)
+                rows.negative_sum + rows.negative_count * rows.offset, (moved * off).sum(1)
             )
             assert rows.positive_count.tolist() == [1.0] * 7
             assert cols.positive_count.tolist() == [1.0] * 7 + [0.0] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("own", [False, True])
+def test_no_negative_left_after_joining_hard_ones(own, backend):
+    """log(exp -inf + exp -inf) has no derivative; the row's gradient is 0, not NaN."""
+    query = unit(2).requires_grad_()
+    hard = unit(2)[:, None] if own else unit(1)
+    hard = hard.clone().requires_grad_()
+    bias = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    loss = tw.info_nce(
+        query, unit(2), 5.0, bias=bias, ids=torch.tensor([7, 7]), negatives=hard,
+        negative_ids=torch.full(hard.shape[:-1], 7), backend=backend,
+    )  # fmt: skip
+    loss.backward()
+    assert loss == 0
+    for x in (query, hard, bias):
+        assert (x.grad == 0).all()
+
+
+def test_infinite_own_negatives_show_in_the_loss():
+    query, hard = unit(3).abs(), unit(6).unflatten(0, (3, 2)).clone()
+    hard[0, 0, 0] = -torch.inf
+    assert not tw.info_nce(query, unit(3), 5.0, negatives=hard).isfinite()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_positive_that_overflows_is_not_taken_for_none(backend):
+    a = torch.tensor([[1e25, 1.0], [1.0, 1.0]])
+    b = torch.tensor([[-1e12, 1.0], [1.0, 1.0]])
+    rows = tw.info_nce(a, b, 100.0, reduction="none", backend=backend)
+    assert rows[0] == torch.inf
+
+
+def test_features_whose_bound_overflows():
+    """|q| |k| is beyond float32, every logit is far below."""
+    a, b = torch.tensor([[1e19, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1e19], [1.0, 0.0]])
+    truth = F.cross_entropy(100 * a @ b.T, torch.arange(2))
+    assert torch.allclose(tw.info_nce(a, b, 100.0), truth)
+
+
+def test_small_integer_marks():
+    a, b = unit(6), unit(6)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        index = torch.arange(6, dtype=dtype)
+        assert torch.equal(tw.info_nce(a, b, 5.0, positives=index), tw.info_nce(a, b, 5.0))
+        ids = torch.arange(6) // 2
+        assert torch.equal(
+            tw.clip_loss(a, b, 5.0, ids=ids.to(dtype)), tw.clip_loss(a, b, 5.0, ids=ids)
+        )
+
+
+def test_self_as_positive_is_left_out():
+    x = unit(6)
+    swept = tw.reduce_pairs(x, None, 5.0, positives=torch.arange(6), skip_self=True)
+    assert (swept.rows.positive_count == 0).all()
+
+
+def test_numbers_of_any_kind_as_scale():
+    a, b = unit(6), unit(6)
+    assert torch.equal(tw.clip_loss(a, b, np.float64(5.0)), tw.clip_loss(a, b, 5))
+
+
+def test_autocast_does_not_reach_into_the_sweep():
+    """Neither forward nor backward under autocast may round what the sweep keeps in fp32."""
+    for name in ("clip", "own"):
+        for backend in BACKENDS:
+            grads = []
+            for inside in (False, True):
+                torch.manual_seed(0)
+                a, b = (unit(8).bfloat16().requires_grad_() for _ in range(2))
+                hard = unit(16).unflatten(0, (8, 2)).bfloat16() if name == "own" else None
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                    loss = tw.info_nce(a, b, 100.0, negatives=hard, backend=backend)
+                    loss.backward()
+                grads.append([loss.detach(), a.grad, b.grad])
+            for x, y in zip(*grads, strict=True):
+                assert torch.equal(x, y)
+
+
+def test_the_log_sum_exp_carries_the_gradient_of_the_bias_once():
+    a, b = unit(6), unit(6)
+    bias = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    rows = tw.reduce_pairs(a, b, 5.0, bias).rows
+    total = (rows.values + rows.offset).sum()
+    z = (5.0 * a @ b.T + 0.7).fill_diagonal_(-torch.inf)
+    assert torch.allclose(total, z.logsumexp(1).sum())
+    total.backward()
+    assert torch.allclose(bias.grad, torch.tensor(6.0, dtype=torch.float64))

@@ -5,6 +5,8 @@ gradient along; `weigh`, a softplus sum under known weights that does the same; 
 the logits of each row's own negatives. Arguments are `Pairs` and `Plan`, one after the other.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +48,17 @@ def _checked(args: tuple[Any, ...]) -> Call:
     return call
 
 
+def _plain(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body of an op, run as it is written whatever autocast is in force around it."""
+
+    @functools.wraps(body)
+    def run(*args: Any) -> Any:
+        with torch.autocast(args[0].device.type, enabled=False):
+            return body(*args)
+
+    return run
+
+
 def _backend(pairs: Pairs, plan: Plan) -> Backend:
     choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype)
     return backends.BACKENDS[choice.name]
@@ -57,6 +70,7 @@ def _backend(pairs: Pairs, plan: Plan) -> Backend:
 @torch.library.custom_op(
     "tilewise::reduce", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor)"
 )
+@_plain
 def reduce(*args: Any) -> tuple[Tensor, Tensor]:
     """Packed `Stats` of rows and columns, differentiable in rows, cols, scale and bias."""
     pairs, plan, _ = _checked(args)
@@ -81,6 +95,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
         f"Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
+@_plain
 def _differentiate(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs, plan, rest = _parse(args)
     stats, upstream, needs = rest[:2], rest[2:4], Needs(*rest[4:])
@@ -197,6 +212,7 @@ _differentiate.register_autograd(_no_second_derivative, setup_context=_save_noth
 @torch.library.custom_op(
     "tilewise::attend", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor)"
 )
+@_plain
 def attend(*args: Any) -> tuple[Tensor, Tensor]:
     """Packed `Stats` of rows, differentiable in rows and scale, and the means; see the backends."""
     pairs, plan, _ = _checked(args)
@@ -215,6 +231,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     mutates_args=("mean",),
     schema=f"({PAIRS}, {PLAN}, Tensor(a!) mean, Tensor d_row_stats) -> Tensor",
 )
+@_plain
 def _pull_rows(*args: Any) -> Tensor:
     """Turn the means into d_rows in their own memory; returns the scale's gradient."""
     pairs, _, (mean, d_stats) = _parse(args)
@@ -262,6 +279,7 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
+@_plain
 def weigh(*args: Any) -> tuple[Tensor, ...]:
     """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
     pairs, plan, (weight, *needs) = _checked(args)
@@ -280,6 +298,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "tilewise::gain_", mutates_args=("grads",), schema="(Tensor(a!) grads, Tensor gain) -> ()"
 )
+@_plain
 def _gain(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient by its gain, in the gain's precision, in place."""
     for rows in row_spans(grads):
@@ -322,6 +341,7 @@ weigh.register_autograd(_weigh_backward, setup_context=_save_weigh)
 @torch.library.custom_op(
     "tilewise::dot_rows", mutates_args=(), schema="(Tensor rows, Tensor own) -> Tensor"
 )
+@_plain
 def dot_rows(rows: Tensor, own: Tensor) -> Tensor:
     """Products (N, H) of rows (N, D) with their own features (N, H, D), summed in fp32 or fp64."""
     dtype = accumulate_dtype(rows)
@@ -341,19 +361,25 @@ def _(rows: Tensor, own: Tensor) -> Tensor:
 @torch.library.custom_op(
     "tilewise::dot_rows_backward",
     mutates_args=(),
-    schema="(Tensor rows, Tensor own, Tensor d) -> (Tensor, Tensor)",
+    schema="(Tensor rows, Tensor own, Tensor d, bool need_rows, bool need_own) -> (Tensor, Tensor)",
 )
-def _dot_rows_backward(rows: Tensor, own: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    d_rows, d_own = rows.new_empty(rows.shape), own.new_empty(own.shape)
+@_plain
+def _dot_rows_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    rows, own, d, need_rows, need_own = args
+    d_rows, d_own = _fake_dot_rows_backward(*args)
     for span in row_spans(own):
-        d_rows[span] = torch.bmm(d[span].unsqueeze(1), own[span].to(d.dtype)).squeeze(1)
-        d_own[span] = d[span].unsqueeze(2) * rows[span].to(d.dtype).unsqueeze(1)
+        if need_rows:
+            d_rows[span] = torch.bmm(d[span].unsqueeze(1), own[span].to(d.dtype)).squeeze(1)
+        if need_own:
+            d_own[span] = d[span].unsqueeze(2) * rows[span].to(d.dtype).unsqueeze(1)
     return d_rows, d_own
 
 
 @_dot_rows_backward.register_fake
-def _(rows: Tensor, own: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), own.new_empty(own.shape)
+def _fake_dot_rows_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    rows, own, _, need_rows, need_own = args
+    d_rows = rows.new_empty(rows.shape if need_rows else 0)
+    return d_rows, own.new_empty(own.shape if need_own else 0)
 
 
 def _save_dot_rows(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -361,9 +387,9 @@ def _save_dot_rows(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> N
 
 
 def _dot_rows_grads(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    d_rows, d_own = _dot_rows_backward(*ctx.saved_tensors, d)
-    needs_rows, needs_own = ctx.needs_input_grad
-    return d_rows if needs_rows else None, d_own if needs_own else None
+    needs = ctx.needs_input_grad
+    grads = _dot_rows_backward(*ctx.saved_tensors, d, *needs)
+    return grads[0] if needs[0] else None, grads[1] if needs[1] else None
 
 
 dot_rows.register_autograd(_dot_rows_grads, setup_context=_save_dot_rows)

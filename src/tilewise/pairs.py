@@ -1,6 +1,7 @@
 """Pairs: features, scale, bias, and which pairs count. Checked once here, trusted below."""
 
 import math
+import numbers
 from typing import Literal, NamedTuple
 
 import torch
@@ -77,6 +78,12 @@ def make_pairs(
     rows, cols = autocast(rows), None if cols is None else autocast(cols)
     if cols is not None:
         check_match("rows", rows, "cols", cols)
+    for name, marks in (("ids", ids), ("labels", labels)):
+        if cols is None and marks is not None and not isinstance(marks, Tensor):
+            raise OptionError(
+                f"{name} must be one tensor where the columns are the rows, got "
+                f"{type(marks).__name__}; pass the features as cols too for {name} that differ"
+            )
     n, m = rows.shape[0], rows.shape[0] if cols is None else cols.shape[0]
     kind, index = _positive_kind(positives, labels, n, rows)
     if kind == "aligned" and skip_self:
@@ -103,7 +110,7 @@ def _positive_kind(
     if positives is None:
         return "none", None
     if isinstance(positives, Tensor):
-        check_marks("positives", positives, n, rows)
+        check_marks("positives", positives, (n,), rows)
         return "index", positives
     check_choice("positives", positives, ("aligned",))
     return "aligned", None
@@ -116,7 +123,7 @@ def _both_or_none(
         return None, None
     sides = both(name, marks, *sizes)
     for side, size, which in zip(sides, sizes, ("row", "column"), strict=True):
-        check_marks(f"{which} {name}", side, size, rows)
+        check_marks(f"{which} {name}", side, (size,), rows)
     return sides
 
 
@@ -169,7 +176,7 @@ def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> Non
     if tensor.device != like.device:
         raise DeviceError(
             f"{name} must be on the device of {like_name} ({like.device}), got {tensor.device}; "
-            f"move it with {name}.to({like_name}.device)"
+            f"move it with .to('{like.device}')"
         )
 
 
@@ -184,15 +191,24 @@ def as_scalar(name: str, value: float | Tensor, like: Tensor) -> Tensor:
         if value.dtype not in FLOAT_DTYPES:
             raise DtypeError(f"{name} must be a floating tensor, got {value.dtype}; cast it")
         check_device(name, value, "the features", like)
+        if is_readable(value) and not bool(torch.isfinite(value).all()):
+            raise OptionError(
+                f"{name} must be finite, got {float(value)}; clamp it or lower the learning rate"
+            )
         return value.reshape(())
     return torch.full(
         (), check_number(name, value), dtype=accumulate_dtype(like), device=like.device
     )
 
 
+def is_readable(value: Tensor) -> bool:
+    """Whether a value may be read here: on CPU, and not while a compiler traces."""
+    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_number(name: str, value: float) -> float:
     """A finite Python number, as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise DtypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
     if not math.isfinite(value):
         raise OptionError(f"{name} must be finite, got {value}")
@@ -204,16 +220,16 @@ def accumulate_dtype(features: Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
-def check_marks(name: str, marks: Tensor, size: int, like: Tensor) -> None:
-    """Raise unless `marks` (ids, labels or positive indices) is an integer vector of `size`."""
+def check_marks(name: str, marks: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Raise unless `marks` (ids, labels or positive indices) are integers of that shape."""
     if not isinstance(marks, Tensor):
         raise DtypeError(f"{name} must be an integer tensor, got {type(marks).__name__}")
     if marks.dtype not in INTEGER_DTYPES:
         raise DtypeError(f"{name} must be an integer tensor, got {marks.dtype}; cast with .long()")
-    if marks.shape != (size,):
+    if marks.shape != shape:
         raise ShapeError(
-            f"{name} must have one entry for each of the {size} features, shape ({size},), "
-            f"got {tuple(marks.shape)}"
+            f"{name} must have one entry for each feature vector, shape {shape}, got "
+            f"{tuple(marks.shape)}; index or repeat it to match"
         )
     check_device(name, marks, "the features", like)
 
@@ -248,6 +264,17 @@ def check_fraction(name: str, value: float) -> float:
     return float(value)
 
 
+def check_weight(weight: Tensor, size: int, like: Tensor) -> Tensor:
+    """A weight (size,) in the dtype of the sums."""
+    check_features("weight", weight, dims=1)
+    if weight.shape != (size,):
+        raise ShapeError(
+            f"weight must have shape ({size},), one per row, got {tuple(weight.shape)}; expand it"
+        )
+    check_device("weight", weight, "the features", like)
+    return weight.to(accumulate_dtype(like))
+
+
 def check_values(pairs: Pairs) -> None:
     """Read values back and raise on those that cannot be right. Free on CPU, a sync elsewhere."""
     for name, value in (("scale", pairs.scale), ("bias", pairs.bias)):
@@ -257,19 +284,27 @@ def check_values(pairs: Pairs) -> None:
             )
     if pairs.positives is None:
         return
-    n, m, _ = pairs.shape
-    wrong = (pairs.positives < NO_POSITIVE) | (pairs.positives >= m)
+    wrong = impossible_positives(pairs)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
+        mutual = ", in mutual pairs since the columns are the rows" if pairs.symmetric else ""
         raise OptionError(
-            f"positives must lie in [0, {m}) or be {NO_POSITIVE} for none, got "
-            f"{int(pairs.positives[row])} at row {row}"
+            f"positives must lie in [0, {pairs.shape[1]}) or be {NO_POSITIVE} for none{mutual}; "
+            f"got {int(pairs.positives[row])} at row {row}"
         )
+
+
+def impossible_positives(pairs: Pairs) -> Tensor:
+    """Rows (N,) whose positive index cannot be: their loss is NaN.
+
+    It is no column and not NO_POSITIVE, or, where the columns are the rows, not mutual.
+    """
+    n, m, _ = pairs.shape
+    if pairs.positives is None:
+        return torch.zeros(n, dtype=torch.bool, device=pairs.rows.device)
+    index = pairs.positives.long()
+    wrong = (index < NO_POSITIVE) | (index >= m)
     if pairs.symmetric:
-        chosen = pairs.positives.long()
-        back = torch.where(chosen < 0, torch.arange(n, device=chosen.device), chosen[chosen])
-        if bool((back != torch.arange(n, device=chosen.device)).any()):
-            raise OptionError(
-                "positives must come in mutual pairs, positives[positives[i]] == i, where the "
-                "columns are the rows; pass the features as cols too, or use labels"
-            )
+        back = index[index.clamp(0, n - 1)]
+        wrong |= (index >= 0) & (back != torch.arange(n, device=index.device))
+    return wrong

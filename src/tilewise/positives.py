@@ -8,7 +8,7 @@ one interface: `Slots` (at most one positive per row, O(n) work) and `Mask` (any
 import torch
 from torch import Tensor
 
-from tilewise.pairs import NO_POSITIVE, Pairs
+from tilewise.pairs import NO_POSITIVE, Pairs, impossible_positives
 from tilewise.reductions import INFINITY
 from tilewise.tiles import Tile
 
@@ -31,17 +31,17 @@ class Slots:
         x.scatter_(1, self.column, torch.where(self.present, values, self.get(x)))
 
     def share(self, logits: Tensor, value: Tensor) -> Tensor:
-        """exp(logits - value): the one positive is all of the log-sum-exp of its positives."""
+        """Share of each positive in the log-sum-exp `value` of all: the only one has it whole."""
         return torch.ones_like(logits)
 
     def of_columns(self, vector: Tensor) -> Tensor:
         """A vector (m,) of the tile's columns, at the positives."""
         return vector[self.column]
 
-    def by_column(self, logits: Tensor) -> Tensor:
-        """Lifted logits as (1, m), to be reduced over dim 0; a column has at most one here too."""
-        spread = logits.new_full((self.width + 1,), -INFINITY)
-        spread.scatter_(0, torch.where(self.present, self.column, self.width)[:, 0], logits[:, 0])
+    def by_column(self, values: Tensor, absent: float) -> Tensor:
+        """Values at the positives as (1, m), to be reduced over dim 0; a column has one at most."""
+        spread = values.new_full((self.width + 1,), absent)
+        spread.scatter_(0, torch.where(self.present, self.column, self.width)[:, 0], values[:, 0])
         return spread[None, : self.width]
 
 
@@ -63,8 +63,8 @@ class Mask:
     def of_columns(self, vector: Tensor) -> Tensor:
         return vector[None, :]
 
-    def by_column(self, logits: Tensor) -> Tensor:
-        return logits
+    def by_column(self, values: Tensor, absent: float) -> Tensor:
+        return values
 
 
 def positive_columns(pairs: Pairs, rows: slice) -> tuple[Tensor, Tensor]:
@@ -120,16 +120,28 @@ def masks(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return positive, (counted == 0) & ~positive
 
 
-def out_of_range(pairs: Pairs) -> Tensor:
-    """Rows (N,) whose positive index is no column and not NO_POSITIVE: their loss is NaN."""
-    if pairs.positives is None:
-        return torch.zeros(pairs.shape[0], dtype=torch.bool, device=pairs.rows.device)
-    return (pairs.positives < NO_POSITIVE) | (pairs.positives >= pairs.shape[1])
+def poison(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """0 or NaN for each row (N,) and column (M,): NaN where its numbers cannot be right.
+
+    An infinite feature may give logits of -inf alone, which look like pairs that do not count;
+    a positive that cannot be would leave its row without one.
+    """
+    rows, cols = (
+        torch.linalg.vector_norm(features, ord=INFINITY, dim=1).to(pairs.dtype) * 0
+        for features in (pairs.rows, pairs.columns)
+    )
+    common = pairs.scale.to(pairs.dtype) * 0
+    own = torch.where(impossible_positives(pairs), torch.nan, rows)
+    return own + cols.max() + common, cols + rows.max() + common
 
 
 def _columns(pairs: Pairs, rows: slice) -> Tensor:
     if pairs.positives is not None:
-        return pairs.positives[rows].long()
+        column = pairs.positives[rows].long()
+        if not pairs.skip_self:
+            return column
+        own = torch.arange(rows.start, rows.stop, device=column.device)
+        return torch.where(column == own, NO_POSITIVE, column)
     if pairs.kind == "aligned":
         return torch.arange(rows.start, rows.stop, device=pairs.rows.device)
     return torch.full((rows.stop - rows.start,), NO_POSITIVE, device=pairs.rows.device)

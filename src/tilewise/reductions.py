@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.pairs import Pairs
+from tilewise.pairs import Pairs, accumulate_dtype
 from tilewise.tiles import Tile
 
 INFINITY = float("inf")
@@ -22,9 +22,9 @@ LN2_LOW = math.log(2) - LN2_HIGH
 class Stats(NamedTuple):
     """What a sweep tells of each row (or column): vectors of one length, empty if not asked for.
 
-    Logits of a row are counted from offset + bias, which no softmax sees. A log-sum-exp is thus
-    values + offset + bias, but a loss takes values - positives and keeps the digits that a number
-    of about 100 would lose. Softplus has only `values`; the last two come with `sums`. A row
+    Logits of a row are counted from its offset, which no softmax sees. A log-sum-exp is thus
+    values + offset, but a loss takes values - positives and keeps the digits that a number of
+    about 100 would lose. Softplus has only `values`; the last two come with `sums`. A row
     without negatives has values -inf, one without a positive has positives and positive_sum 0.
     """
 
@@ -47,12 +47,13 @@ class Stats(NamedTuple):
         return torch.stack([vector for vector in self if vector.numel()])
 
     def with_bias(self, bias: Tensor) -> "Stats":
-        """Let the gradient pass to a bias that every logit carries; no number changes."""
+        """The stats of z + bias: only the offset moves, but the gradient passes to the bias."""
         zero = bias - bias.detach()
         return self._replace(
             values=self.values + zero,
             positives=self.positives + zero * (self.positive_count > 0),
             positive_sum=self.positive_sum + zero * self.positive_count,
+            offset=self.offset + bias.detach(),
             negative_sum=self.negative_sum + zero * self.negative_count,
         )
 
@@ -132,11 +133,8 @@ def fixed_offset(pairs: Pairs) -> float | None:
     """
     if pairs.rows.device.type != "cpu":
         return None
-    longest = [
-        features.norm(dim=1, dtype=pairs.dtype).max() for features in (pairs.rows, pairs.columns)
-    ]
-    bound = abs(float(pairs.scale)) * float(longest[0]) * float(longest[1])
-    if not math.isfinite(bound):
+    bound = abs(float(pairs.scale)) * _longest(pairs.rows) * _longest(pairs.columns)
+    if not bound < torch.finfo(pairs.dtype).max:
         return None
     return max(0.0, bound - _headroom(pairs.dtype))
 
@@ -150,6 +148,13 @@ def offset_holds(offset: float, whole: Tensor, terms: int) -> bool:
     info = torch.finfo(whole.dtype)
     least = math.log(info.tiny) - math.log(info.eps) + 1 + math.log(terms)
     return bool(((whole - offset) >= least).all())
+
+
+def _longest(features: Tensor) -> float:
+    """The largest norm of a row, a piece at a time: the norm of half precision copies it."""
+    step = max(1, 2**20 // features.shape[1])
+    pieces = features.split(step)
+    return max(float(piece.norm(dim=1, dtype=accumulate_dtype(features)).max()) for piece in pieces)
 
 
 def _headroom(dtype: torch.dtype) -> float:
@@ -206,14 +211,8 @@ def power_of_two(x: Tensor) -> Tensor:
     return torch.where(x > 0, torch.exp2(torch.floor(torch.log2(x))), torch.ones_like(x))
 
 
-def poison(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """0 or NaN for each row (N,) and column (M,): NaN where a feature it meets is not finite.
-
-    An infinite feature may give logits of -inf alone, which look like pairs that do not count.
-    """
-    rows, cols = (
-        torch.linalg.vector_norm(features, ord=INFINITY, dim=1).to(pairs.dtype) * 0
-        for features in (pairs.rows, pairs.columns)
-    )
-    common = pairs.scale.to(pairs.dtype) * 0
-    return rows + cols.max() + common, cols + rows.max() + common
+def log_add(a: Tensor, b: Tensor) -> Tensor:
+    """log(exp a + exp b); where both are -inf it is -inf, with no gradient instead of NaN."""
+    neither = (a == -INFINITY) & (b == -INFINITY)
+    sums = torch.logaddexp(torch.where(neither, 0.0, a), torch.where(neither, 0.0, b))
+    return torch.where(neither, -INFINITY, sums)

@@ -8,8 +8,16 @@ from typing_extensions import Unpack
 
 from tilewise import autograd, backends
 from tilewise.backends.plan import Plan
-from tilewise.errors import OptionError
-from tilewise.pairs import Both, Pairs, check_choice, check_number, make_pairs
+from tilewise.errors import DtypeError, OptionError
+from tilewise.pairs import (
+    Both,
+    Pairs,
+    check_choice,
+    check_features,
+    check_number,
+    check_weight,
+    make_pairs,
+)
 from tilewise.reductions import Stats
 
 
@@ -22,7 +30,10 @@ class SweepOptions(TypedDict, total=False):
 
 
 class Reduced(NamedTuple):
-    """What a sweep tells of rows and columns. `cols` is empty unless the columns were asked for."""
+    """What a sweep tells of rows and columns.
+
+    `cols` is empty unless the columns were asked for, and `rows` again where they are the rows.
+    """
 
     rows: Stats  # vectors (N,)
     cols: Stats  # vectors (M,)
@@ -73,6 +84,10 @@ def reduce_pairs(
     pairs = make_pairs(
         rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=skip_self
     )
+    if pairs.symmetric and reduction == "softplus":
+        raise OptionError(
+            "reduction='softplus' needs columns of its own, got cols=None; pass cols=rows"
+        )
     if columns and pairs.kind == "index" and not pairs.symmetric and reduction == "logsumexp":
         raise OptionError(
             "columns=True needs positives that a column can find, got an index per row; pass "
@@ -105,14 +120,16 @@ def weigh_pairs(
     Like `(weight * reduce_pairs(..., reduction="softplus").rows.values).sum()` at three products
     instead of four: the weights (N,) are known before the sweep, so nothing is recomputed.
     """
+    check_features("cols", cols)
     pairs = make_pairs(
         rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=False
     )
+    weight = check_weight(weight, pairs.shape[0], pairs.rows)
     plan = _plan(how, "softplus", False, False)
     if weight.requires_grad:
         return (weight * Stats.unpack(autograd.reduce(*pairs, *plan)[0]).values).sum()
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in pairs[:4]]
-    value: Tensor = autograd.weigh(*pairs, *plan, weight.to(pairs.dtype), *needs)[0]
+    value: Tensor = autograd.weigh(*pairs, *plan, weight, *needs)[0]
     return value
 
 
@@ -128,8 +145,10 @@ def _plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> Plan:
     workspace_mib = check_number("workspace_mib", how.get("workspace_mib", 256))
     if workspace_mib <= 0:
         raise OptionError(f"workspace_mib must be positive, got {workspace_mib}")
-    workspace_bytes = int(workspace_mib * 2**20)
-    return Plan(reduction, columns, sums, backend, workspace_bytes, how.get("check_values", False))
+    check_values = how.get("check_values", False)
+    if not isinstance(check_values, bool):
+        raise DtypeError(f"check_values must be True or False, got {check_values!r}")
+    return Plan(reduction, columns, sums, backend, int(workspace_mib * 2**20), check_values)
 
 
 def _frozen(pairs: Pairs) -> bool:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Bytes a pair may need at work: logits, cosines and scratch in fp32, masks, and temporaries.
-BYTES_PER_PAIR = 32
+# Numbers a pair may need at work: logits, cosines and scratch, masks, and temporaries of theirs.
+NUMBERS_PER_PAIR = 8
 
 
 class Tile(NamedTuple):
@@ -47,17 +47,17 @@ def upper_row_of_tiles(rows: tuple[int, int], size: int) -> Iterator[Tile]:
         yield Tile(start, stop, stop + col_start, stop + col_stop)
 
 
-def tile_shape(num_features: int, workspace_bytes: int, most: tuple[int, int]) -> tuple[int, int]:
-    """The largest (n, m), halved from `most`, whose buffers fit in the workspace.
+def tile_shape(num_features: int, room: int, most: tuple[int, int]) -> tuple[int, int]:
+    """The largest (n, m), halved from `most`, that needs at most `room` numbers; (1, 1) at least.
 
-    Beside the tile itself a sweep holds fp32 copies of its feature blocks: three of the rows
-    (scaled, plain, gradient) and two of the columns, counted as fp64 to be safe.
+    Beside the tile itself a sweep holds blocks of features: of the rows two and their gradient,
+    of the columns two.
     """
     n, m = most
-    while n * m > 1 and _tile_bytes(n, m, num_features) > workspace_bytes:
+    while n * m > 1 and _numbers(n, m, num_features) > room:
         n, m = (n, max(1, m // 2)) if m >= n else (max(1, n // 2), m)
     return n, m
 
 
-def _tile_bytes(n: int, m: int, num_features: int) -> int:
-    return BYTES_PER_PAIR * n * m + 8 * num_features * (3 * n + 2 * m)
+def _numbers(n: int, m: int, num_features: int) -> int:
+    return NUMBERS_PER_PAIR * n * m + num_features * (3 * n + 2 * m)

@@ -82,7 +82,8 @@ def _blocks(
 
 def _shape(pairs: Pairs, plan: Plan) -> tuple[int, int]:
     most = CPU_TILE if pairs.rows.device.type == "cpu" else ACCELERATOR_TILE
-    height, width = tile_shape(pairs.shape[2], plan.workspace_bytes, most)
+    room = plan.workspace_bytes // pairs.dtype.itemsize
+    height, width = tile_shape(pairs.shape[2], room, most)
     return (min(height, width),) * 2 if pairs.symmetric else (height, width)
 
 

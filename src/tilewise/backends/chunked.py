@@ -20,7 +20,7 @@ from tilewise.backends.blocks import (
 )
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled
 from tilewise.pairs import Pairs
-from tilewise.positives import Mask, Slots, exclude, find, lift, out_of_range
+from tilewise.positives import Mask, Slots, exclude, find, lift, poison
 from tilewise.reductions import (
     INFINITY,
     LogSums,
@@ -30,7 +30,6 @@ from tilewise.reductions import (
     fixed_offset,
     fold_both,
     offset_holds,
-    poison,
     power_of_two,
     softplus,
 )
@@ -52,6 +51,7 @@ def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
     offset = fixed_offset(pairs)
     rows, cols = _tally(pairs, plan, offset)
     if offset is not None:
+        # A sum of 0 is either a row without negatives or underflow: the second sweep will tell.
         sides = [side for side in (rows, cols) if side is not None]
         whole = torch.cat([torch.log(side.negatives.total) + offset for side in sides])
         if not offset_holds(offset, whole, max(pairs.shape[:2])):
@@ -122,38 +122,33 @@ class _Tally:
         counted = size if plan.sums else 0
         self.negative_sum, self.negative_count = self.negatives.total.new_zeros(2, counted)
 
-    def add_positives(self, slots: slice, logits: Tensor, dim: int) -> None:
+    def add_positives(self, slots: slice, logits: Tensor, present: Tensor, dim: int) -> None:
         """Fold logits that are -inf where there is no positive."""
-        _add_sums(self.positive_sum[slots], self.positive_count[slots], logits, dim)
+        self.positive_sum[slots] += logits.masked_fill(~present, 0.0).sum(dim)
+        self.positive_count[slots] += present.sum(dim)
         self.positives.fold(slots, logits, dim, out=torch.empty_like(logits))
 
     def add_negative_sums(self, slots: slice, z: Tensor, dim: int) -> None:
-        _add_sums(self.negative_sum[slots], self.negative_count[slots], z, dim)
+        absent = z == -INFINITY
+        self.negative_sum[slots] += z.masked_fill(absent, 0.0).sum(dim)
+        self.negative_count[slots] += (~absent).sum(dim)
 
-    def finish(self, poison: Tensor, wrong: Tensor) -> Tensor:
-        """Packed stats; `wrong` marks rows whose positive cannot be."""
+    def finish(self, poison: Tensor) -> Tensor:
+        """Packed stats; `poison` is 0, or NaN where they cannot be right."""
         whole, rest = self.positives.value()
         offset, value = self.negatives.value()
         offset = torch.where(value == -INFINITY, whole, offset)
         positives = torch.where(self.positive_count > 0, (whole - offset) + rest, 0.0)
         # A row that cannot be right counts, so that the loss shows it.
-        bad = poison.isnan() | wrong
-        positives = torch.where(bad, torch.nan, positives)
         return Stats(
             values=value + poison,
-            positives=positives,
+            positives=positives + poison,
             positive_sum=self.positive_sum - self.positive_count * offset,
-            positive_count=torch.where(bad, 1.0, self.positive_count),
+            positive_count=torch.where(poison.isnan(), 1.0, self.positive_count),
             offset=offset,
             negative_sum=self.negative_sum - self.negative_count * offset[: len(self.negative_sum)],
             negative_count=self.negative_count,
         ).pack()
-
-
-def _add_sums(total: Tensor, count: Tensor, logits: Tensor, dim: int) -> None:
-    absent = logits == -INFINITY
-    total += logits.masked_fill(absent, 0.0).sum(dim)
-    count += (~absent).sum(dim)
 
 
 def _tally(pairs: Pairs, plan: Plan, offset: float | None) -> tuple[_Tally, _Tally | None]:
@@ -179,18 +174,17 @@ def _lift_positives(pairs: Pairs, block: Block, rows: _Tally, cols: _Tally | Non
     found = find(pairs, block.tile)
     if found is not None:
         logits = lift(found, block.z)
-        rows.add_positives(block.tile.rows, logits, 1)
+        rows.add_positives(block.tile.rows, logits, found.present, 1)
         if cols is not None:
-            cols.add_positives(block.tile.cols, found.by_column(logits), 0)
+            present = found.by_column(found.present, False)
+            cols.add_positives(block.tile.cols, found.by_column(logits, -INFINITY), present, 0)
     exclude(pairs, block.tile, block.z)
 
 
 def _finish(pairs: Pairs, rows: _Tally, cols: _Tally | None) -> tuple[Tensor, Tensor]:
     row_poison, col_poison = poison(pairs)
-    packed = rows.finish(row_poison, out_of_range(pairs))
-    if cols is None:
-        return packed, packed.new_empty(0)
-    return packed, cols.finish(col_poison, torch.zeros_like(col_poison, dtype=torch.bool))
+    packed = rows.finish(row_poison)
+    return packed, packed.new_empty(0) if cols is None else cols.finish(col_poison)
 
 
 def _softplus_sums(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -235,14 +229,16 @@ def _log_sum_dz(pairs: Pairs, plan: Plan, rows: Side, cols: Side | None) -> DzOf
     def dz_of(block: Block) -> Tensor:
         tile, z = block.tile, block.z
         found = find(pairs, tile)
-        logits = lift(found, z) if found is not None else None
+        at_positives = None
+        if found is not None:
+            at_positives = _positives_dz(found, lift(found, z), tile, (rows, cols))
         exclude(pairs, tile, z)
         extra = _sums_dz(block, rows.d, cols.d if cols is not None else None) if plan.sums else None
         dz = weights.apply(z, tile, block.spare)
         if extra is not None:
             dz.add_(extra)
-        if found is not None and logits is not None:
-            found.put(dz, _positives_dz(found, logits, tile, (rows, cols)))
+        if found is not None and at_positives is not None:
+            found.put(dz, at_positives)
         return dz
 
     return dz_of
@@ -315,7 +311,7 @@ class _Gradients:
         self.scale, self.bias = pairs.rows.new_zeros(2, dtype=pairs.dtype)
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
-            self.rows = torch.empty_like(pairs.rows)
+            self.rows = pairs.rows.new_empty(pairs.rows.shape)  # contiguous, as the op promises
         if needs.rows if pairs.symmetric else needs.cols:
             self.acc = pairs.rows.new_zeros(pairs.columns.shape, dtype=pairs.dtype)
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from tilewise.backends.blocks import store
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled
 from tilewise.pairs import Pairs
-from tilewise.positives import masks, out_of_range
-from tilewise.reductions import INFINITY, Stats, poison, softplus
+from tilewise.positives import masks, poison
+from tilewise.reductions import INFINITY, Stats, softplus
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -84,8 +84,7 @@ def _stats(pairs: Pairs, plan: Plan, dim: int) -> Tensor:
     count = positive.sum(dim).to(z.dtype)
     positives = torch.where(positive, z, -INFINITY).logsumexp(dim).masked_fill(count == 0, 0.0)
     # A row that cannot be right counts, so that the loss shows it.
-    wrong = bad.isnan() | out_of_range(pairs) if dim == 1 else bad.isnan()
-    positives, count = positives.masked_fill(wrong, torch.nan), count.masked_fill(wrong, 1.0)
+    positives, count = positives + bad, count.masked_fill(bad.isnan(), 1.0)
     sums = (z * negative).sum(dim), negative.sum(dim).to(z.dtype)
     return Stats(
         torch.where(negative, z, -INFINITY).logsumexp(dim) + bad,

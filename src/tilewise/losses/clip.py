@@ -9,9 +9,9 @@ from tilewise.losses.common import (
     aggregate,
     check_reduction,
     check_sides,
-    check_weight,
     cross_entropy,
     pick_scale,
+    weight_or_none,
 )
 from tilewise.pairs import Both, check_fraction
 from tilewise.sweep import SweepOptions, reduce_pairs
@@ -56,7 +56,7 @@ def clip_loss(
         )
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = check_weight(weight, image.shape[0], image)
+    weight = weight_or_none(weight, image.shape[0], image)
     scale = pick_scale(scale, temperature, 1 / 0.07, image)
     swept = reduce_pairs(
         image, text, scale, bias, ids=ids, labels=labels, sums=smoothing > 0, **how

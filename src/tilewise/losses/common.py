@@ -5,15 +5,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tilewise.errors import OptionError, ShapeError
+from tilewise.errors import OptionError
 from tilewise.pairs import (
     accumulate_dtype,
     as_scalar,
     autocast,
     check_choice,
-    check_device,
     check_features,
     check_match,
+    check_number,
+    check_weight,
+    is_readable,
 )
 from tilewise.reductions import INFINITY, Stats
 
@@ -72,17 +74,17 @@ def check_reduction(reduction: str) -> None:
     check_choice("reduction", reduction, REDUCTIONS)
 
 
-def check_weight(weight: Tensor | None, size: int, like: Tensor) -> Tensor | None:
-    """A weight (size,) in the dtype of the loss."""
-    if weight is None:
-        return None
-    check_features("weight", weight, dims=1)
-    if weight.shape != (size,):
-        raise ShapeError(
-            f"weight must have shape ({size},), one per row, got {tuple(weight.shape)}"
+def weight_or_none(weight: Tensor | None, size: int, like: Tensor) -> Tensor | None:
+    """A checked weight (size,), if there is one."""
+    return None if weight is None else check_weight(weight, size, like)
+
+
+def check_given(name: str, positives: object) -> None:
+    """Raise on None, which would mean that no row counts."""
+    if positives is None:
+        raise OptionError(
+            f"{name} must be 'aligned' or an index tensor, got None; a loss without positives is 0"
         )
-    check_device("weight", weight, "the features", like)
-    return weight.to(accumulate_dtype(like))
 
 
 def pick_scale(
@@ -93,8 +95,12 @@ def pick_scale(
         raise OptionError("scale and temperature both set the same factor; pass one of them")
     if temperature is None:
         return default if scale is None else scale
-    if isinstance(temperature, Tensor):
-        return as_scalar("temperature", temperature, like).reciprocal()
-    if not temperature > 0:
-        raise OptionError(f"temperature must be above 0, got {temperature}")
-    return 1.0 / temperature
+    if not isinstance(temperature, Tensor):
+        number = check_number("temperature", temperature)
+        if not number > 0:
+            raise OptionError(f"temperature must be above 0, got {number}")
+        return 1.0 / number
+    inverse = as_scalar("temperature", temperature, like).to(accumulate_dtype(like))
+    if is_readable(inverse) and not bool(inverse > 0):
+        raise OptionError(f"temperature must be above 0, got {float(inverse)}")
+    return inverse.reciprocal()

@@ -12,23 +12,24 @@ from tilewise.losses.common import (
     Reduction,
     Scalar,
     aggregate,
+    check_given,
     check_reduction,
     check_sides,
-    check_weight,
     cross_entropy,
     pick_scale,
+    weight_or_none,
 )
 from tilewise.pairs import (
     Both,
     as_scalar,
     autocast,
     both,
-    check_device,
     check_features,
     check_fraction,
+    check_marks,
     check_match,
 )
-from tilewise.reductions import INFINITY, Stats
+from tilewise.reductions import INFINITY, Stats, log_add
 from tilewise.sweep import SweepOptions, reduce_pairs
 
 
@@ -70,21 +71,26 @@ def info_nce(
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
     query, key = check_sides("query", query, "key", key)
+    check_given("positives", positives)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = check_weight(weight, query.shape[0], query)
+    weight = weight_or_none(weight, query.shape[0], query)
     scale = pick_scale(scale, temperature, 1 / 0.07, query)
     stats = reduce_pairs(
-        query, key, scale, bias, positives=positives, ids=ids, labels=labels,
+        query, key, scale, positives=positives, ids=ids, labels=labels,
         columns=False, sums=smoothing > 0, **how,
     ).rows  # fmt: skip
     if negatives is not None:
-        hard = _hard_ids(query, key, negatives, ids, negative_ids)
-        reduce_hard = _reduce_shared if negatives.dim() == 2 else _reduce_own
-        more = reduce_hard(query, hard, scale, bias, smoothing > 0, how)
+        hard = _hard_negatives(query, key, negatives, ids, negative_ids)
+        if negatives.dim() == 2:
+            more = _reduce_shared(query, hard, scale, smoothing > 0, how)
+        else:
+            more = _reduce_own(query, hard, scale)
         stats = _joined(stats, more)
     elif negative_ids is not None:
         raise OptionError("negative_ids name the rows of negatives, which were not given")
+    if bias is not None:
+        stats = stats.with_bias(as_scalar("bias", bias, query))
     loss = cross_entropy(
         stats, several=labels is not None, decoupled=decoupled, label_smoothing=smoothing
     )
@@ -99,7 +105,7 @@ class _Hard(NamedTuple):
     ids: Tensor | None  # (K,) or (N, H)
 
 
-def _hard_ids(
+def _hard_negatives(
     query: Tensor, key: Tensor, negatives: Tensor, ids: Tensor | Both | None, own_ids: Tensor | None
 ) -> _Hard:
     """Check hard negatives against the queries."""
@@ -121,40 +127,38 @@ def _hard_ids(
         return _Hard(negatives, None, None)
     if ids is None:
         raise OptionError("negative_ids are compared with the queries' ids; pass ids too")
-    if own_ids.shape != negatives.shape[:-1]:
-        raise ShapeError(
-            f"negative_ids must have shape {tuple(negatives.shape[:-1])}, one for each negative, "
-            f"got {tuple(own_ids.shape)}"
-        )
+    check_marks("negative_ids", own_ids, tuple(negatives.shape[:-1]), query)
     return _Hard(negatives, both("ids", ids, query.shape[0], key.shape[0])[0], own_ids)
 
 
 def _reduce_shared(
-    query: Tensor, hard: _Hard, scale: Scalar, bias: Scalar | None, sums: bool, how: SweepOptions
+    query: Tensor, hard: _Hard, scale: Scalar, sums: bool, how: SweepOptions
 ) -> Stats:
     """Extra columns, all of them negatives."""
     ids = None if hard.row_ids is None or hard.ids is None else (hard.row_ids, hard.ids)
     return reduce_pairs(
-        query, hard.features, scale, bias, positives=None, ids=ids, columns=False, sums=sums, **how
+        query, hard.features, scale, positives=None, ids=ids, columns=False, sums=sums, **how
     ).rows
 
 
-def _reduce_own(
-    query: Tensor, hard: _Hard, scale: Scalar, bias: Scalar | None, sums: bool, how: SweepOptions
-) -> Stats:
+def _reduce_own(query: Tensor, hard: _Hard, scale: Scalar) -> Stats:
     """The O(N H D) term of each query's own negatives."""
-    z = dot_rows(query, hard.features) * scale
+    z = dot_rows(query, hard.features)
+    z = z * as_scalar("scale", scale, query).to(z.dtype)
     counts = torch.ones_like(z, dtype=torch.bool)
     if hard.row_ids is not None and hard.ids is not None:
-        check_device("negative_ids", hard.ids, "the features", query)
         counts = hard.row_ids[:, None] != hard.ids
     # Counted from each row's largest, as the sweep does: see Stats.
     offset = torch.where(counts, z.detach(), -INFINITY).amax(1)
     offset = torch.where(offset.isfinite(), offset, 0.0)
     z = z - offset[:, None]
+    some = counts.any(1)
+    values = torch.where(counts | ~some[:, None], z, -INFINITY).logsumexp(1)
+    # NaN where a feature is not finite: its logit may be -inf, which looks like no pair.
+    poison = torch.linalg.vector_norm(hard.features.detach(), ord=INFINITY, dim=(1, 2)) * 0
     nothing = torch.zeros_like(offset)
-    stats = Stats(
-        values=torch.where(counts, z, -INFINITY).logsumexp(1),
+    return Stats(
+        values=torch.where(some, values, -INFINITY) + poison,
         positives=nothing,
         positive_sum=nothing,
         positive_count=nothing,
@@ -162,13 +166,12 @@ def _reduce_own(
         negative_sum=torch.where(counts, z, 0.0).sum(1),
         negative_count=counts.sum(1).to(z.dtype),
     )
-    return stats if bias is None else stats.with_bias(as_scalar("bias", bias, query))
 
 
 def _joined(stats: Stats, more: Stats) -> Stats:
     """Stats with further negatives added."""
     shift = more.offset - stats.offset
-    joined = stats._replace(values=torch.logaddexp(stats.values, more.values + shift))
+    joined = stats._replace(values=log_add(stats.values, more.values + shift))
     if not stats.negative_sum.numel():
         return joined
     return joined._replace(

@@ -1,8 +1,12 @@
 """The losses as modules: drop-in for open_clip's, and in the shape of other libraries' modules."""
 
+import difflib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tilewise.errors import OptionError
 from tilewise.losses.clip import clip_loss
@@ -10,6 +14,7 @@ from tilewise.losses.info_nce import info_nce
 from tilewise.losses.nt_xent import nt_xent
 from tilewise.losses.siglip import siglip_loss
 from tilewise.losses.sup_con import sup_con
+from tilewise.sweep import SweepOptions
 
 
 class ClipLoss(nn.Module):
@@ -32,6 +37,7 @@ class ClipLoss(nn.Module):
     ) -> None:
         super().__init__()
         _refuse_world(world_size)
+        _check_options(clip_loss, options)
         self.local_loss, self.gather_with_grad = local_loss, gather_with_grad
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
         self.options = options
@@ -68,6 +74,7 @@ class SigLipLoss(nn.Module):
     ) -> None:
         super().__init__()
         _refuse_world(world_size)
+        _check_options(siglip_loss, options)
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
         self.dist_impl, self.chunk_size = dist_impl, chunk_size
         self.options = options
@@ -85,36 +92,78 @@ class SigLipLoss(nn.Module):
 
 
 class InfoNCELoss(nn.Module):
-    """`info_nce` with its options fixed. Call with (query, key) and what changes per batch."""
+    """`info_nce` of normalised features, with its options fixed.
 
-    def __init__(self, temperature: float = 0.07, **options: Any) -> None:
+    Call with (query, key), and by keyword with what changes per batch (`negatives`, `ids`, ...).
+    """
+
+    def __init__(self, temperature: float = 0.07, normalize: bool = True, **options: Any) -> None:
         super().__init__()
-        self.options = {"temperature": temperature, **options}
+        _check_options(info_nce, options)
+        self.normalize, self.options = normalize, {"temperature": temperature, **options}
 
     def forward(self, query: Tensor, key: Tensor, **per_batch: Any) -> Tensor:
+        if self.normalize and isinstance(per_batch.get("negatives"), Tensor):
+            per_batch["negatives"] = functional.normalize(per_batch["negatives"], dim=-1)
+        query, key = _unit(self.normalize, query, key)
         return info_nce(query, key, **{**self.options, **per_batch})
 
 
 class NTXentLoss(nn.Module):
-    """`nt_xent` with its options fixed. Call with the two views, as lightly's module is."""
+    """`nt_xent` of normalised features, called with two views as lightly's module is.
 
-    def __init__(self, temperature: float = 0.5, **options: Any) -> None:
+    lightly's memory bank and gathering across processes are not here: other values than its
+    defaults are refused.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.5,
+        memory_bank_size: int = 0,
+        gather_distributed: bool = False,
+        *,
+        normalize: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self.options = {"temperature": temperature, **options}
+        _check_options(nt_xent, options)
+        if memory_bank_size or gather_distributed:
+            raise OptionError(
+                "memory_bank_size and gather_distributed must be 0 and False, got "
+                f"{memory_bank_size} and {gather_distributed}: this version has neither"
+            )
+        self.normalize, self.options = normalize, {"temperature": temperature, **options}
 
     def forward(self, out0: Tensor, out1: Tensor, **per_batch: Any) -> Tensor:
+        out0, out1 = _unit(self.normalize, out0, out1)
         return nt_xent(out0, out1, **{**self.options, **per_batch})
 
 
 class SupConLoss(nn.Module):
-    """`sup_con` with its options fixed. Call with (embeddings, labels)."""
+    """`sup_con` of normalised features, called with (embeddings, labels)."""
 
-    def __init__(self, temperature: float = 0.1, **options: Any) -> None:
+    def __init__(self, temperature: float = 0.1, normalize: bool = True, **options: Any) -> None:
         super().__init__()
-        self.options = {"temperature": temperature, **options}
+        _check_options(sup_con, options)
+        self.normalize, self.options = normalize, {"temperature": temperature, **options}
 
     def forward(self, embeddings: Tensor, labels: Tensor, **per_batch: Any) -> Tensor:
+        (embeddings,) = _unit(self.normalize, embeddings)
         return sup_con(embeddings, labels, **{**self.options, **per_batch})
+
+
+def _unit(normalize: bool, *features: Tensor) -> tuple[Tensor, ...]:
+    return tuple(functional.normalize(x, dim=-1) if normalize else x for x in features)
+
+
+def _check_options(loss: Callable[..., Tensor], options: dict[str, Any]) -> None:
+    """Raise at construction on an option that the loss would refuse at the first batch."""
+    known = {*inspect.signature(loss).parameters, *SweepOptions.__annotations__} - {"how"}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"{loss.__name__} has no option {name!r}{hint}")
 
 
 def _refuse_world(world_size: int) -> None:

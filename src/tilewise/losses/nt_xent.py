@@ -10,9 +10,9 @@ from tilewise.losses.common import (
     aggregate,
     check_reduction,
     check_sides,
-    check_weight,
     cross_entropy,
     pick_scale,
+    weight_or_none,
 )
 from tilewise.pairs import check_fraction, check_marks
 from tilewise.sweep import SweepOptions, reduce_pairs
@@ -56,9 +56,9 @@ def nt_xent(
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
     n = first.shape[0]
-    weight = check_weight(weight, n, first)
+    weight = weight_or_none(weight, n, first)
     if ids is not None:
-        check_marks("ids", ids, n, first)
+        check_marks("ids", ids, (n,), first)
     swept = reduce_pairs(
         torch.cat([first, second]),
         None,

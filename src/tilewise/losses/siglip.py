@@ -9,10 +9,11 @@ from typing_extensions import Unpack
 from tilewise.losses.common import (
     Reduction,
     aggregate,
+    check_given,
     check_reduction,
     check_sides,
-    check_weight,
     pick_scale,
+    weight_or_none,
 )
 from tilewise.pairs import Both, accumulate_dtype
 from tilewise.sweep import SweepOptions, reduce_pairs, weigh_pairs
@@ -50,8 +51,9 @@ def siglip_loss(
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
     image, text = check_sides("image", image, "text", text)
+    check_given("positives", positives)
     check_reduction(reduction)
-    weight = check_weight(weight, image.shape[0], image)
+    weight = weight_or_none(weight, image.shape[0], image)
     scale = pick_scale(scale, temperature, 10.0, image)
     if reduction == "none":
         swept = reduce_pairs(

@@ -7,11 +7,11 @@ from tilewise.losses.common import (
     Reduction,
     aggregate,
     check_reduction,
-    check_weight,
     cross_entropy,
     pick_scale,
+    weight_or_none,
 )
-from tilewise.pairs import check_features, check_fraction
+from tilewise.pairs import check_features, check_fraction, check_marks
 from tilewise.sweep import SweepOptions, reduce_pairs
 
 
@@ -47,9 +47,10 @@ def sup_con(
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
     check_features("features", features)
+    check_marks("labels", labels, (features.shape[0],), features)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = check_weight(weight, features.shape[0], features)
+    weight = weight_or_none(weight, features.shape[0], features)
     swept = reduce_pairs(
         features,
         None,
