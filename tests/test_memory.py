@@ -72,11 +72,10 @@ def test_peak_grows_linearly(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [8192, 16384, 32768, 65536])
 @pytest.mark.parametrize("name", LOSSES)
-def test_peak_up_to_65536(name, batch):
-    """Every loss over the whole range; about ten minutes."""
-    check_contract(name, batch)
+def test_peak_of_every_loss_at_32768(name):
+    """About four minutes."""
+    check_contract(name, 32768)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
