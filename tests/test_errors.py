@@ -100,6 +100,23 @@ def test_backend_choice_explains_itself():
     )
 
 
+def test_fused_says_what_it_needs(monkeypatch):
+    """Below its torch or without Triton it refuses with the reason, and auto passes it over."""
+    from tilewise import backends
+    from tilewise.backends import fused
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'tilewise[fused]'" in fused.refusal(cuda, torch.bfloat16)
+    monkeypatch.setattr(torch, "__version__", "2.5.1")
+    assert "needs torch >= 2.6, got 2.5.1" in fused.refusal(cuda, torch.bfloat16)
+    choice = backends.choose("auto", cuda, torch.bfloat16)
+    assert choice.name == "chunked"
+    assert "needs torch >= 2.6" in choice.refusals["fused"]
+    with pytest.raises(tw.BackendError, match=r"cannot run: it needs torch >= 2\.6, got 2\.5\.1"):
+        backends.choose("fused", cuda, torch.bfloat16)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["image", "text"])
 @pytest.mark.parametrize("backend", ["dense", "chunked"])
