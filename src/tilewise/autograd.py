@@ -143,11 +143,13 @@ def _restore(ctx: Any) -> tuple[Call, tuple[Tensor, ...]]:
     return _parse(tuple(inputs)), saved[len(ctx.slots) :]
 
 
-def _for_inputs(ctx: Any, call: Call, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _for_inputs(
+    ctx: Any, call: Call, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
     """One entry for each input of the op, None where no gradient is due."""
     sources = (call.pairs.rows, call.pairs.cols, call.pairs.scale, call.pairs.bias)
     due = [
-        d.to(source.dtype) if needed and source is not None else None
+        d.to(source.dtype) if needed and source is not None and d is not None else None
         for d, source, needed in zip(grads, sources, ctx.needs_input_grad, strict=False)
     ]
     return *due, *[None] * (len(ctx.constants) - len(due))
@@ -262,7 +264,7 @@ def _attend_backward(ctx: Any, d_stats: Tensor | None, _: None) -> tuple[Tensor 
     (mean,) = _spend(ctx)
     d_scale = _pull_rows(*call.pairs, *call.plan, mean, d_stats)
     d_rows = narrow(mean, call.pairs.rows.dtype)
-    return _for_inputs(ctx, call, (d_rows, d_rows, d_scale, d_scale))
+    return _for_inputs(ctx, call, (d_rows, None, d_scale, None))
 
 
 attend.register_autograd(_attend_backward, setup_context=_save_attend)
