@@ -7,9 +7,16 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Small tensors: a second thread only waits, and parallel test runs share the cores.
 torch.set_num_threads(1)
+
+
+# A shared machine may be slow at any moment; CI draws the same examples every time.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from tilewise.tiles import Tile, row_of_tiles, spans, tile_shape, upper_row_of_t
 
 SIZES = st.integers(1, 24)
 SCALES = st.sampled_from([0.1, 3.0, 40.0, 100.0, 3000.0])
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 
 
 def unit(n, d, seed):
@@ -131,7 +131,7 @@ def test_a_bias_leaves_info_nce_unchanged(n, m, d, bias, seed):
         assert torch.equal(x, y)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(n=st.integers(1, 40), m=st.integers(1, 40), d=st.integers(1, 40), seed=st.integers(0, 10**6))
 def test_float64_against_the_oracle_over_random_shapes(n, m, d, seed):
     """R1: loss and gradients to 1e-12 over 300 random shapes."""
