@@ -128,6 +128,12 @@ class Outcome:
     sizes: dict[str, float] | None = None
 
 
+def product(a: Tensor, b: Tensor, block: int | None) -> Tensor:
+    """a @ b.T, in blocks of so many rows and columns."""
+    pieces = [[x @ y.T for y in b.split(block or len(b))] for x in a.split(block or len(a))]
+    return torch.cat([torch.cat(row, 1) for row in pieces])
+
+
 def evaluate(
     loss_of_z: Callable[[Tensor], Tensor],
     rows: Tensor,
@@ -138,18 +144,19 @@ def evaluate(
     upstream: float,
     compute: torch.dtype,
     block: int | None = None,
+    scale_first: bool = False,
 ) -> Outcome:
     """Plain PyTorch: z in `compute`, ds = scale * dz rounded to the features' dtype, two products.
 
     With float64 features and compute this is the truth; with the features' dtype and float32 it is
     the baseline that tilewise is measured against. With `block` z comes in blocks of so many rows
     and columns: equal features then give equal logits no longer, since a product's rounding depends
-    on its size.
+    on its size. With `scale_first` the rows are scaled before the product, as open_clip does it.
     """
     a, b = rows.to(compute), cols.to(compute)
-    pieces = [[x @ y.T for y in b.split(block or len(b))] for x in a.split(block or len(a))]
-    s = torch.cat([torch.cat(row, 1) for row in pieces])
-    z = (scale * s + bias).detach().requires_grad_()
+    s = product(a, b, block)
+    z = (product(scale * a, b, block) if scale_first else scale * s) + bias
+    z = z.detach().requires_grad_()
     loss = loss_of_z(z)
     (dz,) = torch.autograd.grad(loss * upstream, z)
     ds = (scale * dz).to(rows.dtype).to(compute)

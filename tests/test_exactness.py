@@ -40,7 +40,7 @@ def features(kind, n, m, d, generator):
 
 
 OUTPUTS = ["loss", "d_rows", "d_cols", "d_scale", "d_bias"]
-DRAWS = 6
+DRAWS = 8
 KINDS = ["random", "aligned", "opposed", "one", "duplicated", "long"]
 
 
@@ -119,10 +119,35 @@ ANY = [
 ]
 
 
+def baselines(loss_of_z, rows, cols, scale, bias):
+    """Plain PyTorch, and again with the features in reverse, the pairs in blocks and the scale
+    taken before the product: its rounding depends on none of what the loss is about."""
+    compute = torch.promote_types(rows.dtype, torch.float32)
+    options = {"upstream": UPSTREAM, "compute": compute}
+    plain = oracle.evaluate(loss_of_z, rows, cols, scale, bias, **options)
+    turned = oracle.evaluate(
+        loss_of_z, rows.flip(1), cols.flip(1), scale, bias, block=16, scale_first=True, **options
+    )
+    turned.d_rows, turned.d_cols = turned.d_rows.flip(1), turned.d_cols.flip(1)
+    return {"plain": plain, "turned": turned}
+
+
+def draws(scale, count):
+    """Scales about `scale`, exact in fp32: equal features would round alike in every draw."""
+    return torch.linspace(0.99 * scale, 1.01 * scale, count).tolist()
+
+
+def beyond_luck(failures_of, *case):
+    """What exceeds the bar in a few draws, and in many again: two equal errors may differ by luck.
+
+    Of ten thousand comparisons of equally large errors over eight draws some differ by a factor.
+    """
+    return failures_of(*case, DRAWS) and failures_of(*case, 12 * DRAWS)
+
+
 def evaluate_all(loss_of_z, calls, rows, cols, scale, bias, how):
     """The truth, and what the baseline and each call make of one draw of features."""
-    dtype = rows.dtype
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    compute = torch.promote_types(rows.dtype, torch.float32)
     truth = oracle.evaluate(
         loss_of_z,
         rows.double(),
@@ -132,16 +157,7 @@ def evaluate_all(loss_of_z, calls, rows, cols, scale, bias, how):
         upstream=UPSTREAM,
         compute=torch.float64,
     )
-    plain = oracle.evaluate(
-        loss_of_z,
-        layout(rows, how),
-        layout(cols, how),
-        scale,
-        bias,
-        upstream=UPSTREAM,
-        compute=compute,
-    )
-    outcomes = {"plain": plain}
+    outcomes = baselines(loss_of_z, layout(rows, how), layout(cols, how), scale, bias)
     for backend, call in calls.items():
         a, b = rows.detach().requires_grad_(), cols.detach().requires_grad_()
         s, c = (torch.tensor(x, dtype=compute, requires_grad=True) for x in (scale, bias))
@@ -151,7 +167,7 @@ def evaluate_all(loss_of_z, calls, rows, cols, scale, bias, how):
     return truth, outcomes
 
 
-def failures_of(name, n, m, d, kind, scale, how, dtype, generator):
+def failures_of(name, n, m, d, kind, nominal, how, dtype, generator, count):
     """What exceeds the bar, as text, over a few draws of such features."""
     call, loss_of_z = case(name, n, m)
     calls = {
@@ -162,7 +178,7 @@ def failures_of(name, n, m, d, kind, scale, how, dtype, generator):
     }
     bias = -3.0 if name.startswith("siglip") else 0.5
     sums, largest = {}, 0.0
-    for _ in range(DRAWS):
+    for scale in draws(nominal, count):
         rows, cols = (x.to(dtype) for x in features(kind, n, m, d, generator))
         largest = max(largest, (scale * rows.double() @ cols.double().T).abs().max().item())
         truth, outcomes = evaluate_all(loss_of_z, calls, rows, cols, scale, bias, how)
@@ -178,18 +194,16 @@ def failures_of(name, n, m, d, kind, scale, how, dtype, generator):
                 for x, y in zip(old, [*terms, size, true.norm().item()], strict=True)
             ]
     found = []
-    for output, (plain, *ours, size, norm) in sums.items():
+    for output, (*errors, size, norm) in sums.items():
+        plain, ours = max(errors[: -len(BACKENDS)]), errors[-len(BACKENDS) :]
         rounded = (
             dtype if output in ("d_rows", "d_cols") else torch.promote_types(dtype, torch.float32)
         )
         summed = torch.finfo(torch.promote_types(dtype, torch.float32))
         info = torch.finfo(rounded)
-        allowed = 2 * plain + info.eps / 2 * norm + DRAWS * info.smallest_normal * info.eps
-        # Adding n m terms pairwise may cost so many roundings of their size, whoever adds them.
-        roundings = max(2.0, math.log2(n * m) / 2)
+        allowed = 2 * plain + info.eps / 2 * norm + count * info.smallest_normal * info.eps
         if norm <= 1e-9 * size:  # the true gradient is zero: absolute, one rounding of z
-            roundings += largest
-        allowed = max(allowed, roundings * summed.eps * size)
+            allowed = max(allowed, (2 + largest) * summed.eps * size)
         if dtype == torch.float64:  # the truth is float64 too, and knows z only to its rounding
             allowed = max(allowed, (1e-12 + 4 * summed.eps * largest) * size)
         found += [
@@ -197,7 +211,7 @@ def failures_of(name, n, m, d, kind, scale, how, dtype, generator):
             for backend, error in zip(BACKENDS, ours, strict=True)
             if not error <= allowed
         ]
-    return [f"{(n, m, d)} {kind} scale {scale:.4g}: {text}" for text in found]
+    return [f"{(n, m, d)} {kind} scale {nominal:.4g}: {text}" for text in found]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -210,7 +224,7 @@ def test_loss_and_gradients(name, dtype):
         for n, m, d in shapes
         for kind in KINDS
         for scale, how in zip(SCALES, ("plain", "transposed", "sliced"), strict=True)
-        for text in failures_of(name, n, m, d, kind, scale, how, dtype, generator)
+        for text in beyond_luck(failures_of, name, n, m, d, kind, scale, how, dtype, generator)
     ]
     assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:20])
 
@@ -247,22 +261,18 @@ def whole(outcome):
     return [x.double() for x in (outcome.loss, both, outcome.d_scale)]
 
 
-def one_tensor_failures(name, n, d, kind, scale, how, dtype, generator):
+def one_tensor_failures(name, n, d, kind, nominal, how, dtype, generator, count):
     call, loss_of_z = one_tensor(name, n)
     compute = torch.promote_types(dtype, torch.float32)
     eps, largest, totals = torch.finfo(compute).eps, 0.0, {}
-    for _ in range(DRAWS):
+    for scale in draws(nominal, count):
         x = torch.cat(features(kind, n, n, d, generator)).to(dtype)
         largest = max(largest, (scale * x.double() @ x.double().T).abs().max().item())
         turned = layout(x, how)  # a product's rounding depends on strides too
-        args = (loss_of_z, turned, turned, scale, 0.0)
         truth = oracle.evaluate(
             loss_of_z, x.double(), x.double(), scale, 0.0, upstream=UPSTREAM, compute=torch.float64
         )
-        outcomes = {
-            "plain": oracle.evaluate(*args, upstream=UPSTREAM, compute=compute),
-            "cut": oracle.evaluate(*args, upstream=UPSTREAM, compute=compute, block=16),
-        }
+        outcomes = baselines(loss_of_z, turned, turned, scale, 0.0)
         for backend in BACKENDS:
             leaf = x.clone().requires_grad_()
             s = torch.tensor(scale, dtype=compute, requires_grad=True)
@@ -284,15 +294,15 @@ def one_tensor_failures(name, n, d, kind, scale, how, dtype, generator):
     for k, output in enumerate(("loss", "gradient", "d_scale") if totals else ()):
         info = torch.finfo(dtype if output == "gradient" else compute)
         size, norm = totals["size"][k], totals["norm"][k]
-        allowed = 2 * max(totals["plain"][k], totals["cut"][k]) + info.eps / 2 * norm
+        allowed = 2 * max(totals["plain"][k], totals["turned"][k]) + info.eps / 2 * norm
         roundings = max(2.0, math.log2(4 * n * n) / 2)
         if norm <= 1e-9 * size:
             roundings += largest
-        allowed = max(allowed + DRAWS * info.smallest_normal * info.eps, roundings * eps * size)
+        allowed = max(allowed + count * info.smallest_normal * info.eps, roundings * eps * size)
         if dtype == torch.float64:
             allowed = max(allowed, (1e-12 + 4 * eps * largest) * size)
         found += [
-            f"{(n, d)} {kind} scale {scale:.4g} {b} {output}: {totals[b][k]:.2e} > {allowed:.2e}"
+            f"{(n, d)} {kind} scale {nominal:.4g} {b} {output}: {totals[b][k]:.2e} > {allowed:.2e}"
             for b in BACKENDS
             if not totals[b][k] <= allowed
         ]
@@ -308,7 +318,7 @@ def test_losses_of_one_tensor(name, dtype):
         for n, d in ((1, 4), (7, 1), (13, 33), (31, 8), (5, 1024))
         for kind in KINDS
         for scale, how in zip(SCALES, ("plain", "transposed", "sliced"), strict=True)
-        for text in one_tensor_failures(name, n, d, kind, scale, how, dtype, generator)
+        for text in beyond_luck(one_tensor_failures, name, n, d, kind, scale, how, dtype, generator)
     ]
     assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:20])
 
@@ -348,13 +358,13 @@ def test_hard_negatives(own, options, backend):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", SCALES)
-def test_frozen_columns(scale, backend, dtype):
+@pytest.mark.parametrize("nominal", SCALES)
+def test_frozen_columns(nominal, backend, dtype):
     """Over frozen columns the gradient comes with the forward: same bar, scale included."""
     n, m, d = 37, 91, 24
-    totals = torch.zeros(2, 3)
-    for draw in range(DRAWS):
-        generator = torch.Generator().manual_seed(draw)
+    totals = torch.zeros(2, 4)
+    generator = torch.Generator().manual_seed(5)
+    for scale in draws(nominal, 12 * DRAWS):
         rows, cols = (x.to(dtype) for x in features("random", n, m, d, generator))
         compute = torch.promote_types(dtype, torch.float32)
         truth = oracle.evaluate(
@@ -380,13 +390,10 @@ def test_frozen_columns(scale, backend, dtype):
             true, base = getattr(truth, name), getattr(plain, name)
             size = truth.sizes[name]
             totals[i] += torch.tensor(
-                [(got.double() - true).norm() ** 2, (base.double() - true).norm() ** 2, size**2]
-            )
-    error, base, size = totals.sqrt().unbind(1)
-    eps = torch.finfo(dtype).eps
-    least = 1e-12 if dtype == torch.float64 else 4 * torch.finfo(torch.float32).eps
-    assert (error / size <= torch.maximum(2 * base / size + eps, torch.tensor(least))).all(), (
-        error,
-        base,
-        size,
-    )
+                [(got.double() - true).norm(), (base.double() - true).norm(), size, true.norm()]
+            ).square()
+    error, base, size, norm = totals.sqrt().unbind(1)
+    rounding = torch.tensor([torch.finfo(x).eps / 2 for x in (dtype, compute)])
+    least = 1e-12 if dtype == torch.float64 else 0.0
+    allowed = torch.clamp(2 * base + rounding * norm, min=least * size)
+    assert (error <= allowed).all(), (error, allowed, size)

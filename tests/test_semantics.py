@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
+from tilewise.reductions import LogSums
 
 BACKENDS = ["dense", "chunked"]
 
@@ -263,3 +264,13 @@ def test_the_log_sum_exp_carries_the_gradient_of_the_bias_once():
     assert torch.allclose(total, z.logsumexp(1).sum())
     total.backward()
     assert torch.allclose(bias.grad, torch.tensor(6.0, dtype=torch.float64))
+
+
+def test_whole_and_rest_lose_nothing():
+    """Their exact sum is the log of the sum, also where the sum is 2^90 times the offset's."""
+    sums = LogSums(1000, torch.zeros(1), torch.float32, fixed=None)
+    sums.offset = torch.linspace(30, 60, 1000)
+    sums.total = torch.logspace(26, 32, 1000)
+    whole, rest = (x.double() for x in sums.value())
+    truth = sums.offset.double() + torch.log(sums.total.double())
+    assert ((whole + rest) - truth).abs().max() < 1.5e-7

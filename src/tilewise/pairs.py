@@ -220,6 +220,11 @@ def accumulate_dtype(features: Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
+def exact_dtype(like: Tensor) -> torch.dtype:
+    """What a single number is summed in: float64 where the device has it."""
+    return accumulate_dtype(like) if like.device.type == "mps" else torch.float64
+
+
 def check_marks(name: str, marks: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """Raise unless `marks` (ids, labels or positive indices) are integers of that shape."""
     if not isinstance(marks, Tensor):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.pairs import Pairs, accumulate_dtype
+from tilewise.pairs import Pairs, accumulate_dtype, exact_dtype
 from tilewise.tiles import Tile
 
 INFINITY = float("inf")
@@ -98,10 +98,10 @@ class LogSums:
         base = torch.where(empty, 0.0, self.offset)
         step = exponent * LN2_HIGH
         whole = base + step
-        # What the rounding of whole took away goes to the rest.
-        rest = (
-            torch.log(total * torch.exp2(-exponent)) + exponent * LN2_LOW + (step - (whole - base))
-        )
+        # What the rounding of whole took away goes to the rest (Knuth's two-sum).
+        added = whole - base
+        lost = (base - (whole - added)) + (step - added)
+        rest = torch.log(total * torch.exp2(-exponent)) + exponent * LN2_LOW + lost
         return whole, torch.where(empty, -INFINITY, rest)
 
 
@@ -136,7 +136,8 @@ def fixed_offset(pairs: Pairs) -> float | None:
     bound = abs(float(pairs.scale)) * _longest(pairs.rows) * _longest(pairs.columns)
     if not bound < torch.finfo(pairs.dtype).max:
         return None
-    return max(0.0, bound - _headroom(pairs.dtype))
+    # As the sums' own dtype has it, since vectors of that dtype are counted from it.
+    return float(torch.tensor(max(0.0, bound - _headroom(pairs.dtype)), dtype=pairs.dtype))
 
 
 def offset_holds(offset: float, whole: Tensor, terms: int) -> bool:
@@ -195,10 +196,12 @@ class Side(NamedTuple):
     def gain_and_shift(self, fixed: float | None) -> tuple[Tensor, Tensor]:
         """dz = gain * exp(z - shift), or from a fixed offset; 0 for a slot without negatives."""
         shift = self.known.offset
-        gain = self.d.values * torch.exp(-self.known.values)
+        # A gain stands in all weights of its row: it is rounded once.
+        exact = exact_dtype(shift)
+        gain = self.d.values * torch.exp(-self.known.values.to(exact))
         if fixed is not None:
-            gain = gain * torch.exp(fixed - shift)
-        return torch.where(self.known.values == -INFINITY, 0.0, gain), shift
+            gain = gain * torch.exp(fixed - shift.to(exact))
+        return torch.where(self.known.values == -INFINITY, 0.0, gain).to(shift.dtype), shift
 
 
 def softplus(z: Tensor) -> Tensor:

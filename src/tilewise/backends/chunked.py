@@ -19,7 +19,7 @@ from tilewise.backends.blocks import (
     store,
 )
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled
-from tilewise.pairs import Pairs
+from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import Mask, Slots, exclude, find, lift, poison
 from tilewise.reductions import (
     INFINITY,
@@ -308,7 +308,7 @@ class _Gradients:
     ) -> None:
         self.pairs, self.needs, self.peak, self.gains = pairs, needs, peak, gains
         self.factor = pairs.scale.to(pairs.dtype) * peak
-        self.scale, self.bias = pairs.rows.new_zeros(2, dtype=pairs.dtype)
+        self.scale, self.bias = pairs.rows.new_zeros(2, dtype=exact_dtype(pairs.rows))
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
             self.rows = pairs.rows.new_empty(pairs.rows.shape)  # contiguous, as the op promises
@@ -338,9 +338,9 @@ class _Gradients:
         # On the diagonal of a symmetric z each pair carries the weight of both its ends.
         share = 1.0 if twice else 0.5
         if self.needs.bias:
-            self.bias += share * dz.sum()
+            self.bias += share * dz.sum(dtype=self.bias.dtype)
         if self.needs.scale:
-            self.scale += share * block.cosines.mul_(dz).sum()
+            self.scale += share * block.cosines.mul_(dz).sum(1).to(self.scale.dtype).sum()
 
     def _finish(self) -> Grads:
         cols = None
@@ -349,4 +349,6 @@ class _Gradients:
             for span in row_spans(self.acc):
                 store(cols, span, self.acc[span] * self.factor, self.gains[1])
         sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)
-        return Grads(*sides, self.scale * self.peak, self.bias * self.peak)
+        return Grads(
+            *sides, *((x * self.peak).to(self.pairs.dtype) for x in (self.scale, self.bias))
+        )

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tilewise.backends.blocks import store
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled
-from tilewise.pairs import Pairs
+from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import masks, poison
 from tilewise.reductions import INFINITY, Stats, softplus
 
@@ -118,12 +118,16 @@ def _gradients(pairs: Pairs, dz: Tensor, needs: Needs) -> Grads:
     """In the dtype of the sums, still to be rounded."""
     rows, cols, scale = (x.to(pairs.dtype) for x in (pairs.rows, pairs.columns, pairs.scale))
     d_rows, d_cols = dz @ cols, dz.t() @ rows
-    d_scale = (dz * (rows @ cols.t())).sum() if needs.scale else dz.new_zeros(())
+    d_scale = _total(pairs, dz * (rows @ cols.t())) if needs.scale else dz.new_zeros(())
     if pairs.symmetric:
         d_rows = d_rows + d_cols
     return Grads(
         scale * d_rows if needs.rows else None,
         scale * d_cols if needs.cols else None,
         d_scale,
-        dz.sum(),
+        _total(pairs, dz),
     )
+
+
+def _total(pairs: Pairs, x: Tensor) -> Tensor:
+    return x.sum(dtype=exact_dtype(pairs.rows)).to(pairs.dtype)

@@ -15,6 +15,7 @@ from tilewise.pairs import (
     check_match,
     check_number,
     check_weight,
+    exact_dtype,
     is_readable,
 )
 from tilewise.reductions import INFINITY, Stats
@@ -53,11 +54,12 @@ def aggregate(loss: Tensor, counts: Tensor, weight: Tensor | None, reduction: Re
         loss = loss * weight
     if reduction == "none":
         return loss
-    if reduction == "sum":
-        return loss.sum()
-    share = counts.to(loss.dtype) if weight is None else counts * weight
-    total = share.sum()
-    return loss.sum() / torch.where(total == 0, 1.0, total)
+    summed = loss.sum(dtype=exact_dtype(loss))
+    if reduction == "mean":
+        share = counts.to(loss.dtype) if weight is None else counts * weight
+        total = share.sum(dtype=summed.dtype)
+        summed = summed / torch.where(total == 0, 1.0, total)
+    return summed.to(loss.dtype)
 
 
 def check_sides(name: str, a: Tensor, other_name: str, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,9 +63,9 @@ def siglip_loss(
         return aggregate(swept.rows.values, torch.ones_like(swept.rows.values), weight, reduction)
     if weight is None:
         weight = torch.ones(image.shape[0], dtype=accumulate_dtype(image), device=image.device)
-    if reduction == "mean":
-        total = weight.sum()
-        weight = weight / torch.where(total == 0, 1.0, total)
-    return weigh_pairs(
+    summed = weigh_pairs(
         image, text, scale, bias, weight=weight, positives=positives, ids=ids, labels=labels, **how
     )
+    # Divided here and not in the weights, whose own rounding would be in every number.
+    total = weight.sum()
+    return summed / torch.where(total == 0, 1.0, total) if reduction == "mean" else summed
