@@ -7,6 +7,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+
+# Without a GPU the kernels run in Triton's interpreter: to be said before they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 
 # Small tensors: a second thread only waits, and parallel test runs share the cores.

@@ -99,7 +99,7 @@ def op_calls():
     weight = torch.rand(6)
     stats = [x.detach() for x in autograd.reduce(*pairs, *plan)]
     grads, gain = torch.randn(6, 5), torch.rand(6)
-    mean = autograd.attend(*frozen, *plan)[1].detach()
+    mean, product = (x.detach() for x in autograd.attend(*frozen, *plan)[1:])
     needs = (True, True, True, False)
     own = torch.randn(6, 2, 5)
     turned = pairs._replace(rows=transposed(rows), cols=transposed(cols))
@@ -110,7 +110,7 @@ def op_calls():
         "reduce-softplus": (autograd.reduce, (*soft, *softplus)),
         "differentiate": (autograd._differentiate, (*pairs, *plan, *stats, *stats, *needs)),
         "attend": (autograd.attend, (*frozen, *plan)),
-        "pull_rows": (autograd._pull_rows, (*detached(frozen), *plan, mean, stats[0])),
+        "pull_rows": (autograd._pull_rows, (*detached(frozen), *plan, mean, product, stats[0])),
         "reduce-transposed": (autograd.reduce, (*turned, *plan)),
         "weigh-transposed": (autograd.weigh, (*turned, *softplus, weight, True, True, True, False)),
         "weigh": (autograd.weigh, (*soft, *softplus, weight, True, True, True, True)),

@@ -109,10 +109,10 @@ def test_fused_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'tilewise[fused]'" in fused.refusal(cuda, torch.bfloat16)
     monkeypatch.setattr(torch, "__version__", "2.5.1")
-    assert "needs torch >= 2.6, got 2.5.1" in fused.refusal(cuda, torch.bfloat16)
+    assert "needs torch >= 2.8, got 2.5.1" in fused.refusal(cuda, torch.bfloat16)
     choice = backends.choose("auto", cuda, torch.bfloat16)
     assert choice.name == "chunked"
-    assert "needs torch >= 2.6" in choice.refusals["fused"]
+    assert "needs torch >= 2.8" in choice.refusals["fused"]
     with pytest.raises(tw.BackendError, match=r"cannot run: it needs torch >= 2\.6, got 2\.5\.1"):
         backends.choose("fused", cuda, torch.bfloat16)
 

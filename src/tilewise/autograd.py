@@ -208,36 +208,37 @@ def _no_second_derivative(ctx: Any, *upstream: Tensor | None) -> tuple[None, ...
 _differentiate.register_autograd(_no_second_derivative, setup_context=_save_nothing)
 
 
-# attend: row stats (5, N) over frozen columns, and the mean column (N, D) of each row
+# attend: row stats (5, N) over frozen columns, the mean column (N, D) of each row, and its product
+# with the row (N,)
 
 
 @torch.library.custom_op(
-    "tilewise::attend", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor)"
+    "tilewise::attend", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor, Tensor)"
 )
 @_plain
-def attend(*args: Any) -> tuple[Tensor, Tensor]:
+def attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Packed `Stats` of rows, differentiable in rows and scale, and the means; see the backends."""
     pairs, plan, _ = _checked(args)
     return _backend(pairs, plan).attend(pairs, plan)
 
 
 @attend.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor]:
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     pairs = _parse(args).pairs
     mean = pairs.rows.new_empty(pairs.rows.shape, dtype=pairs.dtype)
-    return mean.new_empty(5, pairs.shape[0]), mean
+    return mean.new_empty(5, pairs.shape[0]), mean, mean.new_empty(pairs.shape[0])
 
 
 @torch.library.custom_op(
     "tilewise::pull_rows_",
     mutates_args=("mean",),
-    schema=f"({PAIRS}, {PLAN}, Tensor(a!) mean, Tensor d_row_stats) -> Tensor",
+    schema=f"({PAIRS}, {PLAN}, Tensor(a!) mean, Tensor product, Tensor d_row_stats) -> Tensor",
 )
 @_plain
 def _pull_rows(*args: Any) -> Tensor:
     """Turn the means into d_rows in their own memory; returns the scale's gradient."""
-    pairs, _, (mean, d_stats) = _parse(args)
-    return pull_rows(pairs, mean, d_stats)
+    pairs, _, (mean, product, d_stats) = _parse(args)
+    return pull_rows(pairs, mean, product, d_stats)
 
 
 @_pull_rows.register_fake
@@ -246,14 +247,14 @@ def _(*args: Any) -> Tensor:
     return pairs.rows.new_empty((), dtype=pairs.dtype)
 
 
-def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, inputs, output[0])
-    ctx.mark_non_differentiable(output[1])
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs, output[0], output[2])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.kept = [output[1].detach()]
 
 
-def _attend_backward(ctx: Any, d_stats: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    call, (stats,) = _restore(ctx)
+def _attend_backward(ctx: Any, d_stats: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    call, (stats, product) = _restore(ctx)
     if d_stats is None:
         return (None,) * len(ctx.constants)
     if torch.is_grad_enabled():  # create_graph=True: leave it to the op that refuses to go on
@@ -262,7 +263,7 @@ def _attend_backward(ctx: Any, d_stats: Tensor | None, _: None) -> tuple[Tensor 
         args = (*call.pairs, *call.plan, stats, nothing, d_stats, nothing, *needs)
         return _for_inputs(ctx, call, _differentiate(*args))
     (mean,) = _spend(ctx)
-    d_scale = _pull_rows(*call.pairs, *call.plan, mean, d_stats)
+    d_scale = _pull_rows(*call.pairs, *call.plan, mean, product, d_stats)
     d_rows = narrow(mean, call.pairs.rows.dtype)
     return _for_inputs(ctx, call, (d_rows, None, d_scale, None))
 

@@ -61,3 +61,23 @@ def tile_shape(num_features: int, room: int, most: tuple[int, int]) -> tuple[int
 
 def _numbers(n: int, m: int, num_features: int) -> int:
     return NUMBERS_PER_PAIR * n * m + num_features * (3 * n + 2 * m)
+
+
+def balanced(size: int, most: int, multiple: int) -> int:
+    """The step that cuts `size` into as few equal pieces as `most` allows; a multiple of it."""
+    pieces = -(-size // max(most, multiple))
+    step = -(-size // pieces)
+    return -(-step // multiple) * multiple
+
+
+def strips(row_tiles: int, blocks: int, processors: int) -> int:
+    """Into how many strips of row tiles to cut each column block, to fill the processors.
+
+    A program costs its tiles and about two more to begin and to end.
+    """
+
+    def cost(count: int) -> tuple[int, int]:
+        waves = -(-blocks * count // processors)
+        return waves * (-(-row_tiles // count) + 2), count
+
+    return min(range(1, min(row_tiles, 4 * processors) + 1), key=cost)

@@ -11,9 +11,8 @@ from tilewise.pairs import check_choice
 
 # "auto" takes the first that does not refuse; dense is only for being asked.
 PREFERRED = ("fused", "chunked")
-BACKENDS: dict[str, Backend] = {"chunked": chunked, "dense": dense}
-REFUSALS = {"fused": fused.refusal, "chunked": chunked.refusal, "dense": dense.refusal}
-NAMES = ("auto", "fused", "chunked", "dense")
+BACKENDS: dict[str, Backend] = {"fused": fused, "chunked": chunked, "dense": dense}
+NAMES = ("auto", *BACKENDS)
 
 
 class Choice(NamedTuple):
@@ -32,7 +31,7 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
     check_choice("backend", asked, NAMES)
     refusals: dict[str, str] = {}
     for name in PREFERRED if asked == "auto" else (asked,):
-        why = REFUSALS[name](device, dtype)
+        why = BACKENDS[name].refusal(device, dtype)
         if why is None:
             return Choice(name, refusals)
         refusals[name] = why

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.plan import Plan
-from tilewise.pairs import Pairs
+from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import positive_columns
 from tilewise.reductions import power_of_two
 from tilewise.tiles import Tile, row_of_tiles, spans, tile_shape, upper_row_of_tiles
@@ -112,21 +112,27 @@ def row_spans(features: Tensor) -> Iterator[slice]:
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of all products a_ij b_ij, in the dtype of `a`."""
-    return (a * b).sum()
+    """The product of each row of `a` with the same row of `b`, in the dtype of `a`. (N,)"""
+    return (a * b).sum(1)
 
 
-def pull_rows(pairs: Pairs, mean: Tensor, d_stats: Tensor) -> Tensor:
+def inner_rows(pairs: Pairs, mean: Tensor) -> Tensor:
+    """The product of each row with its mean column, (N,)."""
+    return torch.cat([inner(mean[span], pairs.rows[span]) for span in row_spans(mean)])
+
+
+def pull_rows(pairs: Pairs, mean: Tensor, product: Tensor, d_stats: Tensor) -> Tensor:
     """Turn the means of `attend` into d_rows, in their own memory; returns the scale's gradient.
 
     d_rows_i = scale * (d_value_i mean_i + d_positive_i cols_positive(i)); see `narrow`.
     """
     d_value, d_positive = d_stats[0], d_stats[1] + d_stats[2]
-    d_rows, d_scale = narrow(mean, pairs.rows.dtype), mean.new_zeros(())
+    exact = exact_dtype(mean)
+    d_rows, d_scale = narrow(mean, pairs.rows.dtype), (d_value.to(exact) * product).sum()
     for span in row_spans(mean):
-        pull = mean[span] * d_value[span, None]
         column, present = positive_columns(pairs, span)
-        pull += (d_positive[span] * present)[:, None] * pairs.columns[column]
-        d_scale += inner(pull, pairs.rows[span])
+        pull = (d_positive[span] * present)[:, None] * pairs.columns[column]
+        d_scale += inner(pull, pairs.rows[span]).to(exact).sum()
+        pull.addcmul_(mean[span], d_value[span, None])
         d_rows[span] = pull * pairs.scale
-    return d_scale
+    return d_scale.to(mean.dtype)

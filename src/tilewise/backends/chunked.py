@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.backends.blocks import (
     Block,
     blocks,
+    inner_rows,
     mirrored,
     narrow,
     panels,
@@ -80,8 +81,8 @@ def differentiate(
     return _Gradients(pairs, needs, peak).sweep(plan, dz_of)
 
 
-def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Row stats, and for each row the mean column (N, D) under its softmax over negatives.
+def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Row stats; the mean column (N, D) under each row's softmax; its product with the row.
 
     d lse_i / d rows_i = scale * mean_i: over frozen columns the gradient comes with the forward.
     """
@@ -94,7 +95,7 @@ def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
         acc.addmm_(block.z, block.right)
     # A row without negatives has total 0 and mean 0.
     mean.div_(torch.where(rows.negatives.total == 0, 1.0, rows.negatives.total)[:, None])
-    return _finish(pairs, rows, None)[0], mean
+    return _finish(pairs, rows, None)[0], mean, inner_rows(pairs, mean)
 
 
 def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilewise.backends.blocks import store
+from tilewise.backends.blocks import inner_rows, store
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import masks, poison
@@ -42,13 +42,14 @@ def differentiate(
     return _gradients(pairs, dz, needs)
 
 
-def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Row stats, and for each row the mean column (N, D) under its softmax over negatives."""
+def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
     packed = _stats(pairs, plan, 1)
     known = Stats.unpack(packed)
     share = torch.exp(_logits(pairs) - known.offset[:, None] - known.values[:, None])
     share = share.masked_fill(~masks(pairs)[1], 0.0)
-    return packed, share @ pairs.columns.to(pairs.dtype)
+    mean = share @ pairs.columns.to(pairs.dtype)
+    return packed, mean, inner_rows(pairs, mean)
 
 
 def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:

@@ -1,17 +1,39 @@
-"""Where the Triton kernels will stand. For now: what they need, and that they refuse."""
+"""The sweep in Triton kernels, for CUDA and ROCm: half the memory traffic, one exp a pair.
 
+Forward: one pass for rows and columns from a fixed offset (`kernels.sums`), and a second one with
+running maxima that exits at once unless a sum came out of range: no host ever waits. Backward: dz
+of a panel at a time into a workspace of constant size, and two products of it by the BLAS, which
+accumulate in fp32.
+"""
+
+import importlib
 import importlib.util
 
 import torch
+from torch import Tensor
 
-MIN_TORCH = (2, 6)
-MIN_TRITON = (3, 2)
+from tilewise.backends.plan import Grads, Needs, Plan, Scaled
+from tilewise.pairs import Pairs
+from tilewise.positives import poison
+
+MIN_TORCH = (2, 8)
+MIN_TRITON = (3, 4)
+# The tests run the kernels in Triton's interpreter, on CPU tensors.
+INTERPRETED = False
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this backend cannot run on `device`, most basic reason first."""
-    if device.type != "cuda":
+    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
         return f"it needs a CUDA or ROCm device, got {device.type}"
+    if dtype not in DTYPES:
+        return f"it computes in float32 at most, got {dtype}; use backend='chunked'"
+    return _missing()
+
+
+def _missing() -> str | None:
+    """What this installation lacks."""
     if _version(torch.__version__) < MIN_TORCH:
         return f"it needs torch >= {_text(MIN_TORCH)}, got {torch.__version__}; upgrade torch"
     if importlib.util.find_spec("triton") is None:
@@ -19,7 +41,60 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     triton = importlib.import_module("triton")
     if _version(triton.__version__) < MIN_TRITON:
         return f"it needs triton >= {_text(MIN_TRITON)}, got {triton.__version__}; upgrade triton"
-    return "its kernels are not part of this version"
+    return None
+
+
+def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Packed stats of rows (k, N) and of columns (k, M or 0); see `Stats`."""
+    from tilewise.backends.fused_backward import Backward
+    from tilewise.backends.fused_forward import log_sums
+
+    if plan.reduction != "softplus":
+        return log_sums(pairs, plan)
+    rows, cols = Backward(pairs, plan, Needs(False, False, False, False)).softplus_sums()
+    row_poison, col_poison = poison(pairs)
+    return (rows + row_poison)[None], (cols + col_poison)[None] if plan.columns else cols
+
+
+def differentiate(
+    pairs: Pairs,
+    plan: Plan,
+    stats: tuple[Tensor, Tensor],
+    upstream: tuple[Tensor, Tensor],
+    needs: Needs,
+) -> Grads:
+    """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
+    from tilewise.backends.fused_backward import Backward
+
+    backward = Backward(pairs, plan, needs)
+    if plan.reduction == "softplus":
+        return backward.softplus(upstream, values=False)[0]
+    return backward.log_sums(stats, upstream)
+
+
+def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
+    from tilewise.backends.fused_backward import Means
+    from tilewise.backends.fused_forward import log_sums
+
+    packed, nothing = log_sums(pairs, plan)
+    upstream = torch.zeros_like(packed)
+    upstream[0] = 1.0
+    means = Means(pairs, plan)
+    means.log_sums((packed, nothing), (upstream, nothing))
+    return packed, means.mean, means.product
+
+
+def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:
+    """Sum over i of weight_i times the softplus sum of row i, with its gradients, in one sweep."""
+    from tilewise.backends.fused_backward import Backward
+
+    gains = weight.new_ones(pairs.shape[0]), weight.new_ones(pairs.shape[1])
+    # bf16 has the range of fp32: only fp16 keeps its rows' powers of two apart.
+    apart = pairs.rows.dtype == torch.float16
+    backward = Backward(pairs, plan, needs, gains if apart else (None, None))
+    grads, values = backward.softplus((weight[None], weight.new_empty(0)), values=True)
+    return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
 
 
 def _version(text: str) -> tuple[int, int]:

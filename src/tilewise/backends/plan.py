@@ -67,8 +67,8 @@ class Backend(Protocol):
     ) -> Grads:
         """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
 
-    def attend(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Row stats, and for each row the mean column (N, D) under its softmax over negatives."""
+    def attend(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+        """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
 
     def weigh(
         self, pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs

@@ -1,0 +1,119 @@
+"""Times of the fused kernels alone, tile size by tile size: where `backends/tuning.py` comes from.
+
+    python benchmarks/kernels.py [--features 768] [--seconds 0.4]
+
+Each candidate runs for a while; the ceiling is cuBLAS 8192^3 before and after the table.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from tilewise.backends import dz, kernels
+from tilewise.backends.fused_backward import Backward, Panel
+from tilewise.backends.fused_forward import _Forward
+from tilewise.backends.plan import Needs, Plan
+from tilewise.backends.tuning import TileSize
+from tilewise.pairs import Pairs, make_pairs
+from tilewise.tiles import Tile
+
+PANEL = (8192, 13312)
+CANDIDATES = {
+    "sums": [TileSize(256, 128, 64, 8, stages) for stages in (3, 4)],
+    "dz_of_sums": [
+        *(TileSize(128, 256, 64, 8, 3, group) for group in (16, 32)),
+        *(TileSize(128, 128, 64, 4, 3, group, 2) for group in (8, 16, 32, 64)),
+        TileSize(128, 128, 64, 8, 3, 32, 2),
+        TileSize(128, 128, 32, 4, 6, 32, 2),
+        TileSize(128, 128, 64, 4, 2, 32, 2),
+    ],
+    "dz_of_softplus": [
+        TileSize(128, 256, 64, 8, 3, 32),
+        *(TileSize(128, 128, 64, 4, 3, group, 2) for group in (16, 32)),
+        TileSize(128, 128, 64, 8, 3, 32, 2),
+    ],
+}
+
+
+def sustained(call: Callable[[], object], seconds: float) -> float:
+    """Milliseconds a call, repeated for so long."""
+    call()
+    torch.cuda.synchronize()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        for _ in range(10):
+            call()
+        count += 10
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start) / count
+
+
+def ceiling(seconds: float) -> float:
+    """TFLOP/s of cuBLAS."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * 8192**3 / sustained(lambda: torch.mm(a, b, out=out), seconds) / 1e9
+
+
+def make(name: str, size: TileSize, pairs: Pairs) -> tuple[Callable[[], object], int]:
+    """(a call that runs the kernel once, pairs it looks at)."""
+    n, m, _ = pairs.shape
+    if name == "sums":
+        forward = _Forward(pairs, Plan("logsumexp", True, False, "fused", 2**28, False))
+        forward._begin()
+        forward.ready = forward.ready._replace(tiles=forward.ready.tiles._replace(sums=size))
+        return lambda: forward._sums_of(size, 0, m // size.cols, False), n * m
+    softplus = name == "dz_of_softplus"
+    plan = Plan("softplus" if softplus else "logsumexp", False, False, "fused", 2**28, False)
+    backward = Backward(pairs, plan, Needs(True, True, False, False))
+    backward._softplus_head(torch.ones((), device="cuda"))
+    panel = Panel(Tile(0, PANEL[0], 0, PANEL[1]), pairs.rows.new_empty(PANEL))
+    ones = torch.ones(max(n, m), device="cuda")
+    parts = torch.empty(3, -(-PANEL[1] // size.cols), PANEL[0], device="cuda")
+    kind = {"KIND": kernels.KINDS["aligned"], "SELF": False}
+    if softplus:
+        options = {"VALUES": True, "COLUMNS": False, "SCALED": False, "GRADS": True, "IDS": False}
+        args = (ones, ones, parts, ones, *backward.ready.marks)
+        options |= {"MASKED": False, "EDGES": False, "pieces": 4}
+    else:
+        options = {"COLUMNS": True, "SCALED": False}
+        args = (backward.flag, ones, ones, parts)
+    kernel = getattr(dz, name)
+    return (
+        lambda: backward._launch(kernel, size, panel, *args, **kind, **options),
+        PANEL[0] * PANEL[1],
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--features", type=int, default=768)
+    parser.add_argument("--seconds", type=float, default=0.4)
+    options = parser.parse_args()
+    unit = lambda: functional.normalize(  # noqa: E731
+        torch.randn(16384, options.features, device="cuda"), dim=1
+    ).bfloat16()
+    pairs = make_pairs(
+        unit(), unit(), (14.3, None), positives="aligned", ids=None, labels=None, skip_self=False
+    )
+    best = ceiling(2.0)
+    print(f"cuBLAS 8192^3: {best:.0f} TFLOP/s")
+    for name, sizes in CANDIDATES.items():
+        for size in sizes:
+            try:
+                call, count = make(name, size, pairs)
+                ms = sustained(call, options.seconds)
+            except Exception as error:  # a tile that does not compile is a line of the table
+                print(f"{name:15} {tuple(size)}: {type(error).__name__}", flush=True)
+                continue
+            rate = 2 * count * options.features / ms / 1e9
+            print(f"{name:15} {tuple(size)!s:32} {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
+    print(f"cuBLAS 8192^3: {ceiling(2.0):.0f} TFLOP/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The backward sweep as Triton kernels: tiles of logits, turned into dz for the products.
+
+Every kernel is persistent: a program takes tile after tile of a panel, and loads of the next one
+are on their way while this one is stored.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.kernels import (
+    ALIGNED,
+    BIAS,
+    INDEX,
+    INF,
+    LABEL,
+    OFFSET2,
+    SCALE2,
+    product,
+    which,
+)
+
+
+@triton.jit
+def _place(t, num_n, num_m, GROUP: tl.constexpr):
+    """Tile t as (row tile, column tile): GROUP row tiles at a time, so that features stay in L2."""
+    first = t // (GROUP * num_m) * GROUP
+    height = tl.minimum(num_n - first, GROUP)
+    rest = t % (GROUP * num_m)
+    return first + rest % height, rest // height
+
+
+@triton.jit
+def _halves(s):
+    """A tile (TN, TM) as its left and right half: what is made of one fits beside the other."""
+    return tl.split(tl.permute(tl.reshape(s, (s.shape[0], 2, s.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def dz_of_sums(
+    rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M,
+    D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """dz = exp2(z - offset) * (row gain + column gain) of a panel (n, m) at (row0, col0).
+
+    Positives and self-pairs are left to `mend`, unless SCALED: then they are 0, and sums of dz
+    times the product of features go to scale_part (column tiles, n).
+    """
+    if tl.load(flag) != 0:
+        return
+    scale2, offset2 = tl.load(head + SCALE2), tl.load(head + OFFSET2)
+    num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
+    for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0), flatten=True):
+        i, j = _place(t, num_n, num_m, GROUP)
+        s = product(rows, cols, row0 + i * TN, col0 + j * TM, D, TN, TM, TD, PRECISION)
+        halves = _halves(s)
+        row = row0 + i * TN + tl.arange(0, TN)
+        row_own = tl.load(row_gain + row, row < N, other=0.0)[:, None]
+        pulled = tl.zeros((TN,), tl.float32)
+        for h in tl.static_range(2):
+            start = j * TM + h * (TM // 2)
+            x = tl.exp2(halves[h] * scale2 - offset2)
+            col = col0 + start + tl.arange(0, TM // 2)
+            if COLUMNS:
+                x = x * (row_own + tl.load(col_gain + col, col < M, other=0.0)[None, :])
+            else:
+                x = x * row_own
+            if SCALED:
+                if KIND == ALIGNED or SELF:
+                    x = tl.where(row[:, None] == col[None, :], 0.0, x)
+                pulled += tl.sum(x * halves[h], 1)
+            dz.store([i * TN, start], x.to(dz.dtype))
+        if SCALED:
+            at = scale_part + j.to(tl.int64) * n + row - row0
+            tl.store(at, pulled, row - row0 < n)
+
+
+@triton.jit
+def mend(dz, stride, index, at_positive, row0, col0, n, m, KIND: tl.constexpr, SELF: tl.constexpr,
+         BLOCK: tl.constexpr):  # fmt: skip
+    """Write the positives' own dz into a panel, and 0 at self-pairs."""
+    local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = local < n
+    start = dz + local.to(tl.int64) * stride
+    if SELF:
+        own = row0 + local - col0
+        tl.store(start + own, 0.0, inside & (own >= 0) & (own < m))
+    if KIND == ALIGNED or KIND == INDEX:
+        col = row0 + local
+        if KIND == INDEX:
+            col = tl.load(index + row0 + local, inside, other=-1)
+            if SELF:
+                col = tl.where(col == row0 + local, -1, col)
+        col = col - col0
+        inside = inside & (col >= 0) & (col < m)
+        tl.store(start + col, tl.load(at_positive + row0 + local, inside, other=0.0), inside)
+
+
+@triton.jit
+def _side_dz(z, positive, negative, vectors, at, inside, KIND: tl.constexpr, SUMS: tl.constexpr):
+    """One side's share of dz: gain * exp2(z - shift) at negatives, likewise at positives by label.
+
+    `vectors` (6, size): gain and shift of negatives, of positives; what each positive, each
+    negative has by its sum. Rows as (TN, 1), columns as (1, TM).
+    """
+    base, step = vectors
+    gain = tl.load(base + at, inside, other=0.0)
+    shift = tl.load(base + step + at, inside, other=0.0)
+    x = tl.where(negative, tl.exp2(tl.where(negative, z - shift, 0.0)) * gain, 0.0)
+    if SUMS:
+        x += tl.where(negative, tl.load(base + 5 * step + at, inside, other=0.0), 0.0)
+    if KIND == LABEL:
+        gain = tl.load(base + 2 * step + at, inside, other=0.0)
+        shift = tl.load(base + 3 * step + at, inside, other=0.0)
+        own = tl.exp2(tl.where(positive, z - shift, 0.0)) * gain
+        x += tl.where(positive, own + tl.load(base + 4 * step + at, inside, other=0.0), 0.0)
+    return x
+
+
+@triton.jit
+def dz_of_marked(
+    rows, cols, dz, head, flag, row_vectors, col_vectors, scale_part, index, row_ids, col_ids,
+    row_labels, col_labels, row0, col0, n, m, N, M,
+    D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    SUMS: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr, ON_FLAG: tl.constexpr,
+):  # fmt: skip
+    """dz of any marked pairs from offsets of each row and column: right for all numbers.
+
+    As `dz_of_sums`; by label the positives' dz is part of it.
+    """
+    if ON_FLAG:
+        if tl.load(flag) == 0:
+            return
+    scale2 = tl.load(head + SCALE2)
+    num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
+    marks = (index, row_ids, col_ids, row_labels, col_labels)
+    for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
+        i, j = _place(t, num_n, num_m, GROUP)
+        s = product(rows, cols, row0 + i * TN, col0 + j * TM, D, TN, TM, TD, PRECISION)
+        halves = _halves(s)
+        row = row0 + i * TN + tl.arange(0, TN)
+        pulled = tl.zeros((TN,), tl.float32)
+        for h in tl.static_range(2):
+            start = j * TM + h * (TM // 2)
+            col = col0 + start + tl.arange(0, TM // 2)
+            positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
+            z = halves[h] * scale2
+            x = _side_dz(z, positive, negative, (row_vectors, N.to(tl.int64)), row[:, None],
+                         row[:, None] < N, KIND, SUMS)  # fmt: skip
+            if COLUMNS:
+                x += _side_dz(z, positive, negative, (col_vectors, M.to(tl.int64)), col[None, :],
+                              col[None, :] < M, KIND, SUMS)  # fmt: skip
+            if SCALED:
+                pulled += tl.sum(x * halves[h], 1)
+            dz.store([i * TN, start], x.to(dz.dtype))
+        if SCALED:
+            at = scale_part + j.to(tl.int64) * n + row - row0
+            tl.store(at, pulled, row - row0 < n)
+
+
+@triton.jit
+def _softplus_and_sigmoid(z):
+    """log2(1 + exp2(z)) and its derivative, the sigmoid; both keep their digits far below 0.
+
+    log2(1 + e) for e in [0, 1] is e times a polynomial, to 3e-8 of its value. No logarithm and no
+    division: they would cost more than the product that made z.
+    """
+    e = tl.exp2(-tl.abs(z))
+    p = 0.007549176923930645 * e - 0.04256704822182655
+    p = p * e + 0.1128561794757843
+    p = p * e - 0.19711896777153015
+    p = p * e + 0.27564141154289246
+    p = p * e - 0.35840848088264465
+    p = p * e + 0.48069295287132263
+    p = p * e - 0.7213401794433594
+    p = (p * e + 1.4426950216293335) * e
+    return tl.maximum(z, 0.0) + p, tl.exp2(tl.minimum(z, 0.0) - p)
+
+
+@triton.jit
+def _edge(t, row0, col0, num_n, num_m, TN: tl.constexpr, TM: tl.constexpr):
+    """Tile t of those that need masks: row by row on the diagonal, then down the last column."""
+    PER_ROW: tl.constexpr = (TN + TM - 1) // TM
+    i, k = t // PER_ROW, t % PER_ROW
+    j = (row0 + i * TN - col0) // TM + k
+    last = i >= num_n
+    return tl.where(last, t - num_n * PER_ROW, i), tl.where(last, num_m - 1, j)
+
+
+@triton.jit
+def dz_of_softplus(
+    rows, cols, dz, head, row_weight, col_weight, row_parts, col_part, index, row_ids, col_ids,
+    row_labels, col_labels, row0, col0, n, m, N, M,
+    D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    VALUES: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr, GRADS: tl.constexpr,
+    MASKED: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """Softplus of a panel of signed logits (-z at positives): its sums, and dz.
+
+    dz = sign * sigmoid * (row weight + column weight). row_parts (3, column tiles, n) takes the
+    rows' sums of softplus (in log 2), of dz times the product of features, and of dz; col_part (row
+    tiles, m) the columns' of softplus. Without MASKED every pair is a negative; a second run with
+    EDGES then does the tiles over where that was wrong.
+    """
+    scale2, bias2 = tl.load(head + SCALE2), tl.load(head + BIAS)
+    num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
+    marks = (index, row_ids, col_ids, row_labels, col_labels)
+    count = num_n * num_m
+    if EDGES:
+        count = num_n * ((TN + TM - 1) // TM + (m % TM != 0).to(tl.int32))
+    for t in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=not EDGES):
+        i, j = _place(t, num_n, num_m, GROUP)
+        if EDGES:
+            i, j = _edge(t, row0, col0, num_n, num_m, TN, TM)
+            j = tl.where((j >= 0) & (j < num_m), j, 0)  # an innocent tile, done over for nothing
+        s = product(rows, cols, row0 + i * TN, col0 + j * TM, D, TN, TM, TD, PRECISION)
+        halves = _halves(s)
+        quarters = _halves(halves[0]) + _halves(halves[1])
+        row = row0 + i * TN + tl.arange(0, TN)
+        weight = tl.load(row_weight + row, row < N, other=0.0)[:, None]
+        values, by_scale = tl.zeros((TN,), tl.float32), tl.zeros((TN,), tl.float32)
+        by_bias = tl.zeros((TN,), tl.float32)
+        for h in tl.static_range(4):
+            start = j * TM + h * (TM // 4)
+            col = col0 + start + tl.arange(0, TM // 4)
+            z = quarters[h] * scale2 + bias2
+            if MASKED:
+                positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
+                z = tl.where(positive, -z, tl.where(negative, z, -INF))
+            value, x = _softplus_and_sigmoid(z)
+            if VALUES:
+                values += tl.sum(value, 1)
+                if COLUMNS:
+                    at = col_part + i.to(tl.int64) * m + col - col0
+                    tl.store(at, tl.sum(value, 0), col - col0 < m)
+            if GRADS:
+                if MASKED:
+                    x = tl.where(positive, -x, x)
+                if COLUMNS:
+                    x = x * (weight + tl.load(col_weight + col, col < M, other=0.0)[None, :])
+                else:
+                    x = x * weight
+                if SCALED:
+                    by_scale += tl.sum(x * quarters[h], 1)
+                    by_bias += tl.sum(x, 1)
+                dz.store([i * TN, start], x.to(dz.dtype))
+        at, inside = row_parts + j.to(tl.int64) * n + row - row0, row - row0 < n
+        step = num_m.to(tl.int64) * n
+        if VALUES:
+            tl.store(at, values, inside)
+        if SCALED:
+            tl.store(at + step, by_scale, inside)
+            tl.store(at + 2 * step, by_bias, inside)

@@ -1,0 +1,348 @@
+"""Launching the backward kernels: dz of a panel at a time, and the two products of it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.backends import dz as dz_kernels
+from tilewise.backends import kernels, vectors
+from tilewise.backends.blocks import narrow, row_spans, store
+from tilewise.backends.fused_forward import BLOCK, LN2, LOG2E, make_ready
+from tilewise.backends.plan import Grads, Needs, Plan
+from tilewise.backends.tuning import TileSize
+from tilewise.pairs import Pairs, exact_dtype
+from tilewise.reductions import power_of_two
+from tilewise.tiles import Tile, balanced, row_of_tiles, spans, upper_row_of_tiles
+
+# fp16 has no room below 1e-8: dz is stored times this power of two, which leaves room for 8 above.
+MULTIPLIER = {torch.float16: 4096.0}
+PANEL_ROWS = 8192
+# Of the workspace: what rounding a block of gradients and summing a panel's parts takes.
+SPARE_BYTES = 2**24
+
+
+class Panel(NamedTuple):
+    """Rows against columns, and where their dz goes."""
+
+    tile: Tile
+    dz: Tensor  # (n, m), rows at multiples of 16 bytes
+
+
+class Backward:
+    """One sweep for gradients; with `gains` the rows of a gradient keep a power of two apart."""
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        plan: Plan,
+        needs: Needs,
+        gains: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    ) -> None:
+        self.pairs, self.plan, self.needs = pairs, plan, needs
+        self.gains, self.ready = gains, make_ready(pairs)
+        self.head = torch.empty(kernels.HEAD_SIZE, device=pairs.rows.device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=pairs.rows.device)
+        self.multiplier = MULTIPLIER.get(pairs.rows.dtype, 1.0)
+        self.rows, self.acc = None, None
+        if needs.rows and not pairs.symmetric:
+            self.rows = pairs.rows.new_empty(pairs.rows.shape)
+        if needs.rows if pairs.symmetric else needs.cols:
+            make = self.head.new_zeros if pairs.symmetric else self.head.new_empty
+            self.acc = make(pairs.columns.shape)
+        self.acc_pointer = None if self.acc is None else self.acc.data_ptr()
+        self.factor = self.head[kernels.FACTOR.value]
+        self.scale, self.bias = self.head.new_zeros(2, dtype=exact_dtype(pairs.rows))
+
+    # Panels and products
+
+    def sweep(self, dz_of: Callable[[Panel], None]) -> Grads:
+        """Fill panel after panel with dz, and multiply."""
+        height, width = self._panel_shape()
+        n, m, d = self.pairs.shape
+        unit = 16 // self.pairs.rows.element_size()
+        work = self.pairs.rows.new_empty(min(height, n) * (-(-min(width, m) // unit) * unit))
+        row_acc = self.head.new_empty(min(height, n), d) if self.rows is not None else None
+        for span in spans(n, height):
+            rows = slice(*span)
+            here = None if row_acc is None else row_acc[: span[1] - span[0]]
+            if self.pairs.symmetric and self.acc is not None:
+                here = self.acc[rows]
+            for tile in self._tiles(span, width):
+                panel = Panel(tile, _panel(work, tile, unit))
+                dz_of(panel)
+                self._multiply(panel, here)
+            if self.rows is not None and here is not None:
+                self._round(self.rows, rows, here, self.gains[0])
+        return self._finish()
+
+    def _tiles(self, span: tuple[int, int], width: int) -> Iterator[Tile]:
+        n, m, _ = self.pairs.shape
+        return upper_row_of_tiles(span, n) if self.pairs.symmetric else row_of_tiles(span, m, width)
+
+    def _panel_shape(self) -> tuple[int, int]:
+        """As large as the workspace allows beside the panel's row gradients, in equal pieces."""
+        n, m, d = self.pairs.shape
+        size, room = self.pairs.rows.element_size(), self.plan.workspace_bytes
+        room = max(room - SPARE_BYTES, room // 2)
+        unit = max(self.ready.tiles.dz.rows, self.ready.tiles.dz.cols)
+        if self.pairs.symmetric:
+            side = balanced(n, int((room / size) ** 0.5), unit)
+            return side, side
+        height = balanced(n, min(PANEL_ROWS, max(1, room // (8 * d))), unit)
+        return height, balanced(m, (room - 4 * height * d) // (size * height), unit)
+
+    def _multiply(self, panel: Panel, row_acc: Tensor | None) -> None:
+        tile, dz = panel
+        symmetric = self.pairs.symmetric
+        if row_acc is not None:
+            first = tile.col_start == 0 and not symmetric
+            _add_product(row_acc, dz, self.ready.cols[tile.cols], first)
+        if self.acc is not None and not (symmetric and tile.row_start == tile.col_start):
+            first = tile.row_start == 0 and not symmetric
+            _add_product(self.acc[tile.cols], dz.t(), self.ready.rows[tile.rows], first)
+
+    def _round(self, out: Tensor, span: slice, acc: Tensor, gain: Tensor | None) -> None:
+        """A finished block, rounded into a gradient that may lie in its own memory."""
+        if gain is not None:
+            store(out, span, acc * self.factor, gain)
+        elif out.data_ptr() == self.acc_pointer:
+            out[span] = torch.mul(acc, self.factor, out=torch.empty_like(out[span]))
+        else:
+            torch.mul(acc, self.factor, out=out[span])
+
+    def _finish(self) -> Grads:
+        cols = None
+        if self.acc is not None:
+            cols = narrow(self.acc, self.pairs.rows.dtype)
+            for span in row_spans(self.acc):
+                self._round(cols, span, self.acc[span], self.gains[1])
+        sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)
+        peak = self.head[kernels.PEAK.value]
+        return Grads(*sides, *((x * peak).to(self.pairs.dtype) for x in (self.scale, self.bias)))
+
+    def _launch(
+        self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2, **options: Any
+    ) -> None:
+        """A persistent kernel over the tiles of a panel."""
+        tile, dz = panel
+        n, m, _ = self.pairs.shape
+        height, width = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
+        count = triton.cdiv(height, size.rows) * triton.cdiv(width, size.cols)
+        kernel[(min(count, size.programs * self.ready.processors),)](
+            *self.ready.descriptors(size),
+            TensorDescriptor.from_tensor(dz, [size.rows, size.cols // pieces]),
+            self.head, *args, tile.row_start, tile.col_start, height, width, n, m,
+            GROUP=size.group, **self.ready.product(size), **options,
+        )  # fmt: skip
+
+    # Log-sum-exp
+
+    def log_sums(self, stats: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor]) -> Grads:
+        """Gradients of the stats of a log-sum-exp."""
+        pairs, (n, m, _) = self.pairs, self.pairs.shape
+        row_stats, d_rows = stats[0], upstream[0].contiguous()
+        columns = upstream[1].numel() > 0
+        col_stats, d_cols = (stats[1], upstream[1].contiguous()) if columns else (row_stats, d_rows)
+        vectors.survey[(1,)](
+            self.head, self.flag, row_stats, d_rows, col_stats, d_cols, pairs.scale, n, m,
+            MULTIPLIER=self.multiplier, SUMS=self.plan.sums, COLUMNS=columns, BLOCK=4096,
+            num_warps=16,
+        )  # fmt: skip
+        both = columns or pairs.symmetric
+        row_vectors, at_positive = self.head.new_empty(6, n), self.head.new_empty(n)
+        col_vectors = row_vectors if not columns else self.head.new_empty(6, m)
+        fixed = not self._marked()
+        shared = {
+            "KIND": self.ready.kind()["KIND"], "SUMS": self.plan.sums, "FIXED": fixed,
+            "BLOCK": BLOCK,
+        }  # fmt: skip
+        vectors.gains[(triton.cdiv(n, BLOCK),)](
+            self.head, self.flag, row_stats, d_rows, d_cols, self.ready.marks[0], row_vectors,
+            at_positive, n, m, COLUMNS=both, **shared,
+        )  # fmt: skip
+        if columns:
+            vectors.gains[(triton.cdiv(m, BLOCK),)](
+                self.head, self.flag, col_stats, d_cols, d_rows, self.ready.marks[0], col_vectors,
+                None, m, n, COLUMNS=both, **shared,
+            )  # fmt: skip
+        if self.needs.scale and pairs.kind in ("aligned", "index"):
+            self._add_positives_to_scale(at_positive)
+        taken = (row_vectors, col_vectors, at_positive)
+        return self.sweep(lambda panel: self._log_sums_dz(panel, taken, both))
+
+    def _marked(self) -> bool:
+        """Whether pairs are told apart by more than their place, so that every tile has masks."""
+        by_index = self.pairs.kind == "index" and self.needs.scale
+        ids = self.pairs.row_ids is not None
+        return self.pairs.kind == "label" or self.plan.sums or ids or by_index
+
+    def _log_sums_dz(self, panel: Panel, taken: tuple[Tensor, ...], both: bool) -> None:
+        row_vectors, col_vectors, at_positive = taken
+        kind, tiles = self.ready.kind(), self.ready.tiles
+        scaled, marked = self.needs.scale, self._marked()
+        # Either kernel fills as many column tiles as it has; the rest stays 0.
+        width = triton.cdiv(panel.dz.shape[1], min(tiles.dz.cols, tiles.marked.cols))
+        parts = self.head.new_zeros(width if scaled else 0, panel.dz.shape[0])
+        flags = {"COLUMNS": both, "SCALED": scaled}
+        if not marked:
+            self._launch(
+                dz_kernels.dz_of_sums, tiles.dz, panel, self.flag, row_vectors[0], col_vectors[0],
+                parts, KIND=kind["KIND"], SELF=kind["SELF"], **flags,
+            )  # fmt: skip
+        self._launch(
+            dz_kernels.dz_of_marked, tiles.marked, panel, self.flag, row_vectors, col_vectors,
+            parts, *self.ready.marks, SUMS=self.plan.sums, ON_FLAG=not marked, **flags, **kind,
+        )  # fmt: skip
+        tile = panel.tile
+        if scaled:
+            self._add_to_scale(tile, parts)
+        if self.pairs.kind == "aligned" and not tile.diagonal:
+            return
+        vectors_kind = {"KIND": kind["KIND"], "SELF": kind["SELF"]}
+        dz_kernels.mend[(triton.cdiv(panel.dz.shape[0], BLOCK),)](
+            panel.dz, panel.dz.stride(0), self.ready.marks[0], at_positive, tile.row_start,
+            tile.col_start, *panel.dz.shape, BLOCK=BLOCK, **vectors_kind,
+        )  # fmt: skip
+
+    def _add_to_scale(self, tile: Tile, parts: Tensor) -> None:
+        """Sums (column tiles, n) of dz times the products of features."""
+        diagonal = self.pairs.symmetric and tile.row_start == tile.col_start
+        self.scale += parts.sum(0).to(self.scale.dtype).sum() * (0.5 if diagonal else 1.0)
+
+    def _add_positives_to_scale(self, at_positive: Tensor) -> None:
+        """What the positives' dz adds to the scale's gradient, outside of the tiles."""
+        n, m, d = self.pairs.shape
+        norm, dot = self.head.new_empty(2, n)
+        rows, cols, index = self.ready.rows, self.ready.cols, self.ready.marks[0]
+        vectors.measure[(triton.cdiv(n, 16),)](
+            rows, *rows.stride(), cols, *cols.stride(), index, norm, dot, n, m, d,
+            KIND=self.ready.kind()["KIND"], BLOCK=16, TD=128,
+        )  # fmt: skip
+        some = torch.ones_like(dot, dtype=torch.bool)
+        if self.pairs.positives is not None:
+            some = (index >= 0) & (index < m)
+            if self.pairs.skip_self:
+                some &= index != torch.arange(n, device=index.device)
+        # A symmetric pair stands twice among the rows, with the weight of both its ends each time.
+        share = 0.5 if self.pairs.symmetric else 1.0
+        self.scale += share * torch.where(some, at_positive.double() * dot, 0.0).sum()
+
+    # Softplus
+
+    def softplus(self, upstream: tuple[Tensor, Tensor], values: bool) -> tuple[Grads, Tensor]:
+        """Gradients of softplus sums under weights, and if wanted the sums of rows themselves."""
+        peak = torch.stack([side.abs().max() for side in upstream if side.numel()]).max()
+        peak = power_of_two(peak) / self.multiplier
+        self._softplus_head(peak)
+        columns = upstream[1].numel() > 0
+        weights = [side[0] / peak if side.numel() else self.flag for side in upstream]
+        sums = self.head.new_zeros(self.pairs.shape[0] if values else 0)
+        scaled = self.needs.scale or self.needs.bias
+
+        def dz_of(panel: Panel) -> None:
+            parts = self._softplus_parts(panel)
+            options = {"VALUES": values, "COLUMNS": columns, "SCALED": scaled, "GRADS": True}
+            self._softplus_panel(panel, (*weights, parts, self.flag), options)
+            if values:
+                sums[panel.tile.rows] += parts[0].sum(0)
+            if scaled:
+                by_scale, by_bias = parts[1:].sum(1).to(self.scale.dtype).sum(1)
+                self.scale += by_scale
+                self.bias += by_bias
+
+        return self.sweep(dz_of), sums * LN2
+
+    def softplus_sums(self) -> tuple[Tensor, Tensor]:
+        """Softplus sums of rows (N,) and of columns (M,), or (0,)."""
+        self._softplus_head(torch.ones_like(self.head[0]))
+        n, m, _ = self.pairs.shape
+        columns = self.plan.columns
+        rows, cols = self.head.new_zeros(n), self.head.new_zeros(m if columns else 0)
+
+        def sums_of(panel: Panel) -> None:
+            parts, (height, width) = self._softplus_parts(panel), panel.dz.shape
+            count = triton.cdiv(height, self._softplus_size()[0].rows)
+            col_part = rows.new_empty(count if columns else 0, width)
+            options = {"VALUES": True, "COLUMNS": columns, "SCALED": False, "GRADS": False}
+            self._softplus_panel(panel, (self.flag, self.flag, parts, col_part), options)
+            rows[panel.tile.rows] += parts[0].sum(0)
+            if columns:
+                cols[panel.tile.cols] += col_part.sum(0)
+
+        self.sweep(sums_of)
+        return rows * LN2, cols * LN2
+
+    def _softplus_size(self) -> tuple[TileSize, bool]:
+        """The tile, and whether all tiles of it are masked."""
+        marked = self.pairs.row_ids is not None or self.pairs.kind in ("index", "label")
+        return self.ready.tiles.masked if marked else self.ready.tiles.softplus, marked
+
+    def _softplus_parts(self, panel: Panel) -> Tensor:
+        """Row sums by column tile; see the kernel. (3, tiles, n)"""
+        height, width = panel.dz.shape
+        return self.head.new_empty(3, triton.cdiv(width, self._softplus_size()[0].cols), height)
+
+    def _softplus_panel(
+        self, panel: Panel, args: tuple[Tensor, ...], options: dict[str, bool]
+    ) -> None:
+        """A panel whose negatives are all but a few pairs, and then those; or all at once."""
+        size, marked = self._softplus_size()
+        for masked, edges in ((True, False),) if marked else ((False, False), (True, True)):
+            if edges and not _meets_an_edge(panel.tile, size):
+                continue
+            self._launch(
+                dz_kernels.dz_of_softplus, size, panel, *args, *self.ready.marks,
+                pieces=4, MASKED=masked, EDGES=edges, **options, **self.ready.kind(),
+            )  # fmt: skip
+
+    def _softplus_head(self, peak: Tensor) -> None:
+        scale = self.pairs.scale.to(self.head.dtype)
+        zero = torch.zeros_like(scale)
+        bias = zero if self.pairs.bias is None else self.pairs.bias.to(scale)
+        parts = (scale * LOG2E, zero, scale, bias * LOG2E, zero, zero, peak, scale * peak)
+        self.head.copy_(torch.stack(parts))
+
+
+class Means(Backward):
+    """Mean columns (N, D) in fp32, and their products with the rows (N,); see `attend`."""
+
+    def __init__(self, pairs: Pairs, plan: Plan) -> None:
+        super().__init__(pairs, plan, Needs(True, False, True, False))
+        self.rows = self.mean = self.head.new_empty(pairs.rows.shape)
+        self.product = self.head.new_zeros(pairs.shape[0])
+
+    def _round(self, out: Tensor, span: slice, acc: Tensor, gain: Tensor | None) -> None:
+        torch.mul(acc, self.head[kernels.PEAK.value], out=out[span])
+
+    def _add_to_scale(self, tile: Tile, parts: Tensor) -> None:
+        self.product[tile.rows] += parts.sum(0) * self.head[kernels.PEAK.value]
+
+
+def _meets_an_edge(tile: Tile, size: TileSize) -> bool:
+    """Whether a panel has pairs (i, i), or columns that do not fill its last tile."""
+    return bool(tile.diagonal) or (tile.col_stop - tile.col_start) % size.cols != 0
+
+
+def _panel(work: Tensor, tile: Tile, unit: int) -> Tensor:
+    """A panel of the workspace, its rows at multiples of 16 bytes."""
+    n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
+    stride = -(-m // unit) * unit
+    return work[: n * stride].view(n, stride)[:, :m]
+
+
+def _add_product(acc: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """acc += a @ b, or = where it is the first: accumulated in fp32, whatever the inputs' dtype."""
+    beta = 0.0 if first else 1.0
+    if acc.dtype == a.dtype:
+        torch.addmm(acc, a, b, beta=beta, out=acc)
+    elif acc.is_cuda and not torch.version.hip:
+        if first:
+            torch.mm(a, b, out_dtype=torch.float32, out=acc)
+        else:
+            torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+    else:
+        torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), beta=beta, out=acc)

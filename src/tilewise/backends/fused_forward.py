@@ -1,0 +1,239 @@
+"""Launching the forward kernels: pairs made ready for them, and the sums of rows and columns."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.backends import kernels, vectors
+from tilewise.backends.plan import Plan
+from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for
+from tilewise.pairs import Pairs
+from tilewise.tiles import spans, strips
+
+# Most bytes for the row sums of one call of the forward; slots a program of a vector kernel takes.
+PART_BYTES = 2**25
+BLOCK = 256
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+
+
+class Ready(NamedTuple):
+    """Pairs as the kernels take them."""
+
+    pairs: Pairs
+    rows: Tensor  # (N, D) as a descriptor wants it: a copy only where strides are odd
+    cols: Tensor
+    marks: tuple[Tensor, ...]  # positives' columns, row and column ids, row and column labels
+    tiles: Tiles
+    processors: int
+
+    def kind(self) -> dict[str, Any]:
+        """What a kernel is told at compile time about which pairs count."""
+        return {
+            "KIND": kernels.KINDS[self.pairs.kind],
+            "IDS": self.pairs.row_ids is not None,
+            "SELF": self.pairs.skip_self,
+        }
+
+    def product(self, size: TileSize) -> dict[str, Any]:
+        """What a kernel is told about its tile."""
+        precise = "ieee" if size.warps < 8 else "tf32x3"
+        return {
+            "D": self.pairs.shape[2],
+            "TN": size.rows,
+            "TM": size.cols,
+            "TD": size.features,
+            "PRECISION": precise if self.rows.dtype == torch.float32 else "tf32",
+            "num_warps": size.warps,
+            "num_stages": size.stages,
+        }
+
+    def descriptors(self, size: TileSize) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Rows and columns, to be loaded tile by tile."""
+        return (
+            TensorDescriptor.from_tensor(self.rows, [size.rows, size.features]),
+            TensorDescriptor.from_tensor(self.cols, [size.cols, size.features]),
+        )
+
+    def mirrored(self) -> "Ready":
+        """The columns as rows: positives that are aligned or by label are so from both sides."""
+        index, row_ids, col_ids, row_labels, col_labels = self.marks
+        return self._replace(
+            rows=self.cols, cols=self.rows, marks=(index, col_ids, row_ids, col_labels, row_labels)
+        )
+
+
+def make_ready(pairs: Pairs) -> Ready:
+    """Features behind strides that a descriptor takes, marks as int32."""
+    device = pairs.rows.device
+    index = torch.empty(0, dtype=torch.int32, device=device)
+    if pairs.positives is not None:
+        # What is no column and not NO_POSITIVE stays so.
+        index = pairs.positives.clamp(-2, pairs.shape[1]).to(torch.int32).contiguous()
+    ids, labels = (
+        _codes(a, b) if a is not None and b is not None else (index, index)
+        for a, b in ((pairs.row_ids, pairs.col_ids), (pairs.row_labels, pairs.col_labels))
+    )
+    rows = _strided(pairs.rows)
+    count = 4
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Ready(
+        pairs,
+        rows,
+        rows if pairs.cols is None else _strided(pairs.cols),
+        (index, *ids, *labels),
+        tiles_for(target_of(device), rows.dtype),
+        count,
+    )
+
+
+def _strided(features: Tensor) -> Tensor:
+    """The features themselves, or a copy where rows do not begin at multiples of 16 bytes."""
+    size, (n, d) = features.element_size(), features.shape
+    unit = 16 // size
+    if (
+        features.stride(1) == 1
+        and features.stride(0) % unit == 0
+        and features.stride(0) >= d
+        and features.data_ptr() % 16 == 0
+    ):
+        return features
+    copy = features.new_empty(n, -(-d // unit) * unit)[:, :d]
+    return copy.copy_(features)
+
+
+def _codes(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Marks as int32 that are equal where these are, found without asking the device."""
+    if torch.int64 not in (rows.dtype, cols.dtype):
+        return rows.to(torch.int32).contiguous(), cols.to(torch.int32).contiguous()
+    marks = rows if rows is cols else torch.cat([rows.long(), cols.long()])
+    ordered, places = marks.sort()
+    new = torch.zeros_like(ordered, dtype=torch.int32)
+    new[1:] = ordered[1:] != ordered[:-1]
+    codes = torch.empty_like(new).scatter_(0, places, new.cumsum(0, dtype=torch.int32))
+    return (codes, codes) if rows is cols else (codes[: len(rows)], codes[len(rows) :])
+
+
+class _Forward:
+    """One log-sum-exp sweep: what it needs beforehand, its sums, and the stats made of them."""
+
+    def __init__(self, pairs: Pairs, plan: Plan) -> None:
+        self.pairs, self.plan, self.ready = pairs, plan, make_ready(pairs)
+        n, m, _ = pairs.shape
+        device = pairs.rows.device
+        self.head = torch.empty(kernels.HEAD_SIZE, device=device)
+        self.flag = torch.empty(1, dtype=torch.int32, device=device)
+        self.columns = plan.columns and not pairs.symmetric
+        self.row_norm, self.dot = torch.empty(2, n, device=device)
+        self.col_norm = self.row_norm if pairs.symmetric else torch.empty(m, device=device)
+        k = 7 if plan.sums else 5
+        self.row_stats = torch.empty(k, n, device=device)
+        self.col_stats = torch.empty((k, m) if self.columns else 0, device=device)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        self._begin()
+        marked = self.pairs.kind == "label" or self.plan.sums
+        if not marked:
+            self._sums()
+        self._marked(self.ready, on_flag=not marked, cols=False)
+        if self.columns:
+            self._marked(self.ready.mirrored(), on_flag=not marked, cols=True)
+        return self.row_stats, self.col_stats
+
+    def _begin(self) -> None:
+        n, m, d = self.pairs.shape
+        rows, cols, index = self.ready.rows, self.ready.cols, self.ready.marks[0]
+        size = {"BLOCK": 16, "TD": 128}
+        vectors.measure[(triton.cdiv(n, 16),)](
+            rows, *rows.stride(), cols, *cols.stride(), index, self.row_norm, self.dot, n, m, d,
+            KIND=self.ready.kind()["KIND"], **size,
+        )  # fmt: skip
+        if not self.pairs.symmetric:
+            vectors.measure[(triton.cdiv(m, 16),)](
+                cols, *cols.stride(), rows, *rows.stride(), index, self.col_norm, self.dot, m, n,
+                d, KIND=0, **size,
+            )  # fmt: skip
+        scale = self.pairs.scale
+        vectors.begin[(1,)](
+            self.head, self.flag, self.row_norm, self.col_norm, scale, scale, n, m,
+            HAS_BIAS=False, BLOCK=1024,
+        )  # fmt: skip
+
+    def _sums(self) -> None:
+        """Column blocks in calls whose row sums fit; the last call makes the rows' stats."""
+        (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
+        marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
+        size = self.ready.tiles.masked if marked else self.ready.tiles.sums
+        blocks = triton.cdiv(m, size.cols)
+        # A ragged block goes last, on its own: all of its tiles are masked.
+        clean = 0 if marked else m // size.cols
+        per_call = min(blocks, max(1, PART_BYTES // (4 * n)))
+        calls = [(*span, False) for span in spans(clean, per_call)]
+        calls += [(clean + a, clean + b, True) for a, b in spans(blocks - clean, per_call)]
+        rows = self.head.new_zeros(n, dtype=torch.float64)
+        cols = rows if symmetric else rows.new_zeros(m)
+        for first, last, masked in calls:
+            row_part, col_part, count = self._sums_of(size, first, last, masked)
+            self._finish(row_part, rows, last - first, (0, n), last == blocks and not symmetric)
+            if symmetric or self.columns:
+                span = (first * size.cols, (last - first) * size.cols)
+                self._finish(col_part, cols, count, span, not symmetric, cols=True)
+        if symmetric:
+            self._finish(rows, rows, 0, (0, n), True)
+
+    def _sums_of(
+        self, size: TileSize, first: int, last: int, masked: bool
+    ) -> tuple[Tensor, Tensor, int]:
+        """Partial sums of all rows (blocks, N) and of some column blocks (strips, columns)."""
+        n, m, _ = self.pairs.shape
+        symmetric, row_tiles = self.pairs.symmetric, triton.cdiv(n, size.rows)
+        count = strips(row_tiles, last - first, self.ready.processors)
+        # Above the diagonal some tiles of a block are not swept: their sums are 0.
+        row_part = (self.head.new_zeros if symmetric else self.head.new_empty)(last - first, n)
+        col_part = self.head.new_empty(count * (last - first) * size.cols)
+        kernels.sums[(last - first, count)](
+            *self.ready.descriptors(size), self.head, row_part, col_part, *self.ready.marks[:3],
+            n, m, first, triton.cdiv(row_tiles, count), FOLD=min(size.rows, 16 * size.warps),
+            UPPER=symmetric, COLUMNS=self.plan.columns or symmetric, MASKED=masked,
+            **self.ready.kind(), **self.ready.product(size),
+        )  # fmt: skip
+        return row_part, col_part, count
+
+    def _finish(
+        self, part: Tensor, total: Tensor, parts: int, span: tuple[int, int], last: bool,
+        cols: bool = False,
+    ) -> None:  # fmt: skip
+        n, m, _ = self.pairs.shape
+        own = cols and not self.pairs.symmetric
+        out, norm = (self.col_stats, self.col_norm) if own else (self.row_stats, self.row_norm)
+        kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
+        vectors.finish[(triton.cdiv(span[1], BLOCK),)](
+            part, total, out, self.head, self.flag, norm, self.dot, self.ready.marks[0],
+            parts, *span, *((m, n) if own else (n, m)), SYMMETRIC=self.pairs.symmetric, COLS=own,
+            LAST=last, BLOCK=BLOCK, **kind,
+        )  # fmt: skip
+
+    def _marked(self, ready: Ready, on_flag: bool, cols: bool) -> None:
+        """Rows (or columns, as the rows of `ready`) with running maxima, if the flag is up."""
+        n, m = ready.rows.shape[0], ready.cols.shape[0]
+        size, symmetric = ready.tiles.marked, self.pairs.symmetric
+        found = self.head.new_empty(8, n)
+        kernels.marked_sums[(triton.cdiv(n, size.rows),)](
+            *ready.descriptors(size), self.head, self.flag, found, *ready.marks, n, m,
+            SUMS=self.plan.sums, ON_FLAG=on_flag, **ready.kind(), **ready.product(size),
+        )  # fmt: skip
+        kind = {k: v for k, v in ready.kind().items() if k != "IDS"}
+        vectors.finish_marked[(triton.cdiv(n, BLOCK),)](
+            found, self.col_stats if cols else self.row_stats, self.head, self.flag,
+            self.col_norm if cols else self.row_norm, self.dot, ready.marks[0], n, m,
+            SYMMETRIC=symmetric, COLS=cols, SUMS=self.plan.sums, ON_FLAG=on_flag, BLOCK=BLOCK,
+            **kind,
+        )  # fmt: skip
+
+
+def log_sums(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Packed stats of a log-sum-exp sweep, rows (k, N) and columns (k, M or 0)."""
+    return _Forward(pairs, plan).run()

@@ -1,0 +1,184 @@
+"""The forward sweep as Triton kernels: tiles of logits, folded into sums. What all kernels share.
+
+Exponents are in units of log 2. A tile of negatives only is folded as it is. Where pairs must be
+told apart (the diagonal, a ragged edge, marks) `which` does it, and such tiles are kept out of the
+main loop where they are few. Nothing here is atomic: the same bits every run.
+"""
+
+import triton
+import triton.language as tl
+
+# Where the positives are: `Pairs.kind`, as the kernels take it.
+KINDS = {"none": 0, "aligned": 1, "index": 2, "label": 3}
+NONE = tl.constexpr(0)
+ALIGNED = tl.constexpr(1)
+INDEX = tl.constexpr(2)
+LABEL = tl.constexpr(3)
+INF = tl.constexpr(float("inf"))
+
+# The head of a sweep: numbers on the device that every kernel reads.
+SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of features
+OFFSET2 = tl.constexpr(1)  # the fixed offset, likewise
+SCALE = tl.constexpr(2)
+BIAS = tl.constexpr(3)  # bias in units of log 2
+ROW_POISON = tl.constexpr(4)  # 0, or NaN where a row feature is not finite
+COL_POISON = tl.constexpr(5)
+PEAK = tl.constexpr(6)  # gradients are divided by this power of two
+FACTOR = tl.constexpr(7)  # what an accumulated gradient is multiplied with
+HEAD_SIZE = 8
+
+
+@triton.jit
+def product(rows, cols, row0, col0, D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr,
+             TD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Products of features (TN, TM) of one tile, in fp32."""
+    s = tl.zeros((TN, TM), tl.float32)
+    for d in range(0, D, TD):
+        s = tl.dot(rows.load([row0, d]), cols.load([col0, d]).T, s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def which(row, col, N, M, marks, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+           UPPER: tl.constexpr):  # fmt: skip
+    """Which pairs of a tile are positive, and which negative, (TN, TM) each.
+
+    `marks` points to the positives' columns, row and column ids, row and column labels. With
+    UPPER only pairs above the diagonal count: each stands for its mirror image too.
+    """
+    inside = (row[:, None] < N) & (col[None, :] < M)
+    if UPPER:
+        inside = inside & (row[:, None] < col[None, :])
+    elif SELF:
+        inside = inside & (row[:, None] != col[None, :])
+    if KIND == ALIGNED:
+        positive = inside & (row[:, None] == col[None, :])
+    elif KIND == INDEX:
+        positive = inside & (tl.load(marks[0] + row, row < N, other=-1)[:, None] == col[None, :])
+    elif KIND == LABEL:
+        own = tl.load(marks[3] + row, row < N, other=0)
+        positive = inside & (own[:, None] == tl.load(marks[4] + col, col < M, other=0)[None, :])
+    else:
+        positive = inside & (row[:, None] < 0)
+    negative = inside & (positive == 0)
+    if IDS:
+        own = tl.load(marks[1] + row, row < N, other=0)
+        negative = negative & (own[:, None] != tl.load(marks[2] + col, col < M, other=0)[None, :])
+    return positive, negative
+
+
+@triton.jit
+def _fold(x, FOLD: tl.constexpr):
+    """Column sums of a tile, left as partial ones (FOLD / 16, 8, TM): no lane waits for another.
+
+    A thread holds rows r and r + 8 of every 16, and so does it FOLD rows further down.
+    """
+    parts = tl.reshape(x, (x.shape[0] // FOLD, FOLD // 16, 2, 8, x.shape[1]))
+    return tl.sum(tl.sum(parts, 2), 0)
+
+
+@triton.jit
+def sums(
+    rows, cols, head, row_part, col_part, index, row_ids, col_ids, N, M, block0, tiles_per_strip,
+    D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sums of exp2(z - offset) over the negatives of rows and of columns: one exp a pair.
+
+    Program (block, strip) walks down a strip of row tiles for one column block. The columns' sums
+    stay in registers, the rows' are one store a tile: row_part (blocks, N), col_part (strips,
+    blocks * TM). Unless MASKED all columns exist, and only tiles on the diagonal and at the ragged
+    end of the rows need a look at which pairs count: they come after the others.
+    """
+    block, strip = tl.program_id(0), tl.program_id(1)
+    scale2, offset2 = tl.load(head + SCALE2), tl.load(head + OFFSET2)
+    part = row_part + block.to(tl.int64) * N
+    col0 = (block0 + block) * TM
+    col = col0 + tl.arange(0, TM)
+    marks = (index, row_ids, col_ids)
+    folded = tl.zeros((FOLD // 16, 8, TM), tl.float32)
+    first = strip * tiles_per_strip
+    last = tl.minimum(first + tiles_per_strip, tl.cdiv(N, TN))
+    diagonal = col0 // TN
+    if UPPER:
+        last = tl.minimum(last, diagonal + 1)
+    stop, meets = first, 0
+    if not MASKED:
+        stop = tl.maximum(tl.minimum(last, N // TN), first)
+        if KIND == ALIGNED or SELF or UPPER:
+            meets = ((diagonal >= first) & (diagonal < stop)).to(tl.int32)
+        for k in tl.range(first, stop - meets, flatten=True):
+            i = k + meets * (k >= diagonal).to(tl.int32)
+            s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
+            p = tl.exp2(s * scale2 - offset2)
+            tl.store(part + i * TN + tl.arange(0, TN), tl.sum(p, 1))
+            if COLUMNS:
+                folded += _fold(p, FOLD)
+    for k in tl.range(stop - meets, last, flatten=MASKED):
+        i = tl.where((k < stop) & (meets > 0), diagonal, k)
+        row = i * TN + tl.arange(0, TN)
+        s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
+        p = tl.exp2(s * scale2 - offset2)
+        p = tl.where(which(row, col, N, M, marks, KIND, IDS, SELF, UPPER)[1], p, 0.0)
+        tl.store(part + row, tl.sum(p, 1), row < N)
+        if COLUMNS:
+            folded += _fold(p, FOLD)
+    if COLUMNS:
+        at = col_part + strip * tl.num_programs(0) * TM + block * TM + tl.arange(0, TM)
+        tl.store(at, tl.sum(tl.sum(folded, 0), 0), col < M)
+
+
+@triton.jit
+def _online(m, total, x, wanted):
+    """A running maximum (n,) and sum of exp2 from it, with a tile (n, m) of exponents added."""
+    x = tl.where(wanted, x, -INF)
+    top = tl.maximum(m, tl.max(x, 1))
+    base = tl.where(top == -INF, 0.0, top)
+    return top, total * tl.exp2(m - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
+
+
+@triton.jit
+def marked_sums(
+    rows, cols, head, flag, out, index, row_ids, col_ids, row_labels, col_labels, N, M,
+    D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    SUMS: tl.constexpr, ON_FLAG: tl.constexpr,
+):  # fmt: skip
+    """Sums of any marked pairs, rows only, with a running maximum: right for all numbers.
+
+    out (8, N) fp32: maximum and sum over negatives, the same of positives; sum of the positives'
+    logits and their count, the same of negatives. Logits in units of log 2.
+    """
+    if ON_FLAG:
+        if tl.load(flag) == 0:
+            return
+    scale2 = tl.load(head + SCALE2)
+    row0 = tl.program_id(0) * TN
+    row = row0 + tl.arange(0, TN)
+    marks = (index, row_ids, col_ids, row_labels, col_labels)
+    zeros = tl.zeros((TN,), tl.float32)
+    top, total, positive_top, positive_total = zeros - INF, zeros, zeros - INF, zeros
+    positive_sum, positive_count, negative_sum, negative_count = zeros, zeros, zeros, zeros
+    for j in tl.range(0, tl.cdiv(M, TM)):
+        col = j * TM + tl.arange(0, TM)
+        z = product(rows, cols, row0, j * TM, D, TN, TM, TD, PRECISION) * scale2
+        positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
+        top, total = _online(top, total, z, negative)
+        if SUMS:
+            negative_sum += tl.sum(tl.where(negative, z, 0.0), 1)
+            negative_count += tl.sum(negative.to(tl.float32), 1)
+        if KIND == LABEL:
+            positive_top, positive_total = _online(positive_top, positive_total, z, positive)
+            positive_sum += tl.sum(tl.where(positive, z, 0.0), 1)
+            positive_count += tl.sum(positive.to(tl.float32), 1)
+    inside, out = row < N, out + row
+    step = N.to(tl.int64)
+    tl.store(out, top, inside)
+    tl.store(out + step, total, inside)
+    tl.store(out + 2 * step, positive_top, inside)
+    tl.store(out + 3 * step, positive_total, inside)
+    tl.store(out + 4 * step, positive_sum, inside)
+    tl.store(out + 5 * step, positive_count, inside)
+    tl.store(out + 6 * step, negative_sum, inside)
+    tl.store(out + 7 * step, negative_count, inside)

@@ -1,0 +1,104 @@
+"""Tile sizes of the fused kernels by architecture and dtype: the only place that knows them.
+
+Measured on an H200 by `python benchmarks/kernels.py` (docs/log.md has the table); the other rows
+are bounded by their shared memory and registers, which `tests/test_compile.py` checks by compiling.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class TileSize(NamedTuple):
+    """One kernel's tile and how it is run."""
+
+    rows: int
+    cols: int
+    features: int
+    warps: int
+    stages: int
+    group: int = 0  # tiles of rows that share a column tile in L2
+    programs: int = 1  # on one processor, so that one multiplies while another stores
+
+
+class Tiles(NamedTuple):
+    """The tile of each sweep."""
+
+    sums: TileSize  # forward: rows must be a multiple of cols
+    masked: TileSize  # where every tile is looked at: ids, positives by index; likewise
+    dz: TileSize  # backward, negatives without marks
+    softplus: TileSize  # forward and backward of SigLIP in one
+    marked: TileSize  # labels, label smoothing, running maximum: masks and two exps a pair
+
+
+class Target(NamedTuple):
+    """What a kernel is compiled for: "cuda" and 90, "hip" and 942, or "cpu" (the interpreter)."""
+
+    kind: str
+    version: int
+
+
+HOPPER = Tiles(
+    sums=TileSize(256, 128, 64, 8, 4),
+    masked=TileSize(128, 128, 64, 8, 4, 16),
+    dz=TileSize(128, 128, 64, 4, 3, 32, 2),
+    softplus=TileSize(128, 256, 64, 8, 3, 32),
+    marked=TileSize(128, 32, 64, 8, 3, 16),
+)
+# Not measured: tiles that compile without spilling.
+BLACKWELL = Tiles(
+    sums=TileSize(128, 64, 64, 4, 4),
+    masked=TileSize(128, 64, 64, 4, 4, 16),
+    dz=TileSize(128, 128, 64, 4, 4, 16),
+    softplus=TileSize(128, 64, 64, 4, 4, 16),
+    marked=TileSize(128, 32, 64, 4, 3, 16),
+)
+# 163 KiB of shared memory, no asynchronous products: smaller tiles, fewer stages.
+AMPERE = Tiles(
+    sums=TileSize(128, 64, 64, 8, 3),
+    masked=TileSize(128, 64, 64, 8, 3, 16),
+    dz=TileSize(128, 128, 64, 8, 3, 16),
+    softplus=TileSize(128, 128, 64, 8, 3, 16),
+    marked=TileSize(64, 32, 64, 4, 3, 16),
+)
+# 64 KiB of shared memory.
+CDNA = Tiles(
+    sums=TileSize(128, 128, 32, 8, 2),
+    masked=TileSize(128, 128, 32, 8, 2, 16),
+    dz=TileSize(128, 64, 32, 8, 2, 16),
+    softplus=TileSize(128, 64, 32, 8, 2, 16),
+    marked=TileSize(128, 32, 32, 8, 2, 16),
+)
+# One program a tile costs the interpreter a millisecond and more: these are for its tests.
+INTERPRETER = Tiles(
+    sums=TileSize(64, 32, 32, 4, 1),
+    masked=TileSize(32, 32, 32, 4, 1, 2),
+    dz=TileSize(32, 64, 32, 4, 1, 2),
+    softplus=TileSize(32, 64, 32, 4, 1, 2),
+    marked=TileSize(32, 32, 32, 4, 1, 2),
+)
+
+
+def target_of(device: torch.device) -> Target:
+    """What kernels on `device` are compiled for."""
+    if device.type == "cpu":
+        return Target("cpu", 0)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Target("hip" if torch.version.hip else "cuda", major * 10 + minor)
+
+
+def tiles_for(target: Target, dtype: torch.dtype) -> Tiles:
+    """The tiles for one target; fp32 takes half the tile and half the features at a time."""
+    if target.kind == "cpu":
+        return INTERPRETER
+    if target.kind == "hip":
+        tiles = CDNA
+    else:
+        tiles = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}.get(target.version, AMPERE)
+    return tiles if dtype.itemsize == 2 else Tiles(*map(_for_fp32, tiles))
+
+
+def _for_fp32(size: TileSize) -> TileSize:
+    return size._replace(
+        rows=min(size.rows, 128), cols=min(size.cols, 64), features=size.features // 2
+    )

@@ -1,0 +1,306 @@
+"""Kernels over vectors: what a sweep needs beforehand, and what is made of its sums.
+
+Whatever stands in a whole row of numbers is computed in fp64 and rounded once.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.kernels import (
+    ALIGNED,
+    BIAS,
+    COL_POISON,
+    FACTOR,
+    INDEX,
+    INF,
+    LABEL,
+    OFFSET2,
+    PEAK,
+    ROW_POISON,
+    SCALE,
+    SCALE2,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Room below fp32's overflow, in log 2, for sums of 2^30 terms and their inverses.
+HEADROOM = tl.constexpr(89.0)
+
+
+@triton.jit
+def measure(
+    x, x_row, x_col, other, other_row, other_col, index, norm, dot, N, M, D,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
+):  # fmt: skip
+    """Length of each row of x (N, D), and its product with its positive in `other` (M, D)."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = x + row.to(tl.int64)[:, None] * x_row
+    partner = row
+    if KIND == INDEX:
+        partner = tl.load(index + row, row < N, other=0)
+    partner = tl.minimum(tl.maximum(partner, 0), M - 1)
+    there = other + partner.to(tl.int64)[:, None] * other_row
+    square, product = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    spoilt = tl.zeros((BLOCK,), tl.float32)
+    for d in range(0, D, TD):
+        at = d + tl.arange(0, TD)[None, :]
+        inside = (row[:, None] < N) & (at < D)
+        v = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0).to(tl.float32)
+        square += tl.sum(v * v, 1)
+        spoilt += tl.sum(v * 0.0, 1)
+        if KIND == ALIGNED or KIND == INDEX:
+            w = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0).to(tl.float32)
+            product += tl.sum(v * w, 1)
+    # A finite row may be longer than a float: then it is the longest float, and no offset holds.
+    tl.store(norm + row, tl.minimum(tl.sqrt(square), 3.4e38) + spoilt, row < N)
+    if KIND == ALIGNED or KIND == INDEX:
+        tl.store(dot + row, product, row < N)
+
+
+@triton.jit
+def _longest(norm, size, BLOCK: tl.constexpr):
+    """The largest of norms, and 0 or NaN where one is not finite."""
+    longest, spoilt = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(norm + at, at < size, other=0.0)
+        longest = tl.maximum(longest, x)
+        spoilt += x * 0.0
+    return tl.max(longest, 0), tl.sum(spoilt, 0)
+
+
+@triton.jit
+def begin(head, flag, row_norm, col_norm, scale, bias, N, M, HAS_BIAS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """The head of a forward: scale, a fixed offset that no exponent exceeds by HEADROOM, poison."""
+    factor = tl.load(scale).to(tl.float32)
+    rows, row_spoilt = _longest(row_norm, N, BLOCK)
+    cols, col_spoilt = _longest(col_norm, M, BLOCK)
+    scale2 = factor * LOG2E
+    bound = tl.abs(scale2) * rows * cols
+    offset = tl.maximum(0.0, bound - HEADROOM)
+    bad = (bound < INF) == 0
+    tl.store(head + SCALE2, scale2)
+    tl.store(head + OFFSET2, tl.where(bad, 0.0, offset))
+    tl.store(head + SCALE, factor)
+    tl.store(head + BIAS, tl.load(bias).to(tl.float32) if HAS_BIAS else 0.0)
+    tl.store(head + ROW_POISON, row_spoilt + factor * 0.0)
+    tl.store(head + COL_POISON, col_spoilt + factor * 0.0)
+    tl.store(flag, bad.to(tl.int32))
+
+
+@triton.jit
+def _write(out, at, inside, step, lse, positive, positive_sum, positive_count, poison):
+    """`Stats` of slots from log-sum-exps in fp64 (-inf for none) and a poison of 0 or NaN."""
+    some = positive_count > 0
+    near = tl.where(lse > -INF, lse, tl.where(some, positive, 0.0))
+    near = tl.where((near < INF) & (near > -INF), near, 0.0)
+    offset = near.to(tl.float32)
+    gap = tl.where(some, positive - offset, 0.0)
+    spoilt = (poison == 0.0) == 0
+    tl.store(out + at, (lse - offset).to(tl.float32) + poison, inside)
+    tl.store(out + step + at, gap.to(tl.float32) + poison, inside)
+    total = (positive_sum - positive_count * offset).to(tl.float32)
+    tl.store(out + 2 * step + at, tl.where(some, total, 0.0), inside)
+    tl.store(out + 3 * step + at, tl.where(spoilt, 1.0, positive_count.to(tl.float32)), inside)
+    tl.store(out + 4 * step + at, offset, inside)
+    return offset
+
+
+@triton.jit
+def _one_positive(dot, index, norm, head, at, size, others, KIND: tl.constexpr,
+                  SELF: tl.constexpr, SYMMETRIC: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Of slots with at most one positive: its logit and count in fp64, and the slots' poison."""
+    inside = at < size
+    poison = tl.load(norm + at, inside, other=0.0) * 0.0
+    poison += tl.load(head + (ROW_POISON if COLS else COL_POISON))
+    partner = at.to(tl.int64)
+    if KIND == INDEX:
+        partner = tl.load(index + at, inside, other=-1).to(tl.int64)
+        wrong = (partner < -1) | (partner >= others)
+        if SYMMETRIC:
+            legal = (partner >= 0) & (partner < others)
+            back = tl.load(index + tl.where(legal, partner, 0)).to(tl.int64)
+            wrong = wrong | (legal & (back != at))
+        poison = tl.where(wrong, float("nan"), poison)
+        if SELF:
+            partner = tl.where(partner == at, -1, partner)
+    logit = tl.zeros(at.shape, tl.float64)
+    count = tl.zeros(at.shape, tl.float64)
+    if KIND == ALIGNED or KIND == INDEX:
+        has = inside & (partner >= 0) & (partner < others)
+        scale2 = tl.load(head + SCALE2).to(tl.float64)
+        logit = tl.load(dot + at, has, other=0.0).to(tl.float64) * scale2 * LN2
+        count = has.to(tl.float64)
+    return logit, count, poison
+
+
+@triton.jit
+def finish(
+    part, more, out, head, flag, norm, dot, index, parts, first, span, size, others,
+    KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, COLS: tl.constexpr,
+    LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add partial sums (parts, span) to slots from `first` on of `more` (size,), in fp64.
+
+    With LAST they become `Stats`. A sum that may have lost terms to underflow, or that overflowed,
+    raises the flag.
+    """
+    local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = first + local
+    inside = (local < span) & (at < size)
+    total = tl.load(more + at, inside, other=0.0)
+    part += local
+    for _ in range(parts):
+        total += tl.load(part, inside, other=0.0).to(tl.float64)
+        part += span
+    if not LAST:
+        tl.store(more + at, total, inside)
+    else:
+        least = others * 2.0**-102
+        fine = (total >= least) & (total < INF)
+        if tl.sum((inside & (fine == 0)).to(tl.int32), 0) > 0:
+            tl.atomic_or(flag, 1)
+        lse = tl.where(total > 0, (tl.log2(tl.where(total > 0, total, 1.0))
+                                   + tl.load(head + OFFSET2)) * LN2, -INF)  # fmt: skip
+        logit, count, poison = _one_positive(
+            dot, index, norm, head, at, size, others, KIND, SELF, SYMMETRIC, COLS
+        )
+        _write(out, at, inside, size.to(tl.int64), lse, logit, logit, count, poison)
+
+
+@triton.jit
+def finish_marked(
+    found, out, head, flag, norm, dot, index, size, others,
+    KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, COLS: tl.constexpr,
+    SUMS: tl.constexpr, ON_FLAG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`Stats` from what `marked_sums` found (8, size)."""
+    if ON_FLAG:
+        if tl.load(flag) == 0:
+            return
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, step = at < size, size.to(tl.int64)
+    top = tl.load(found + at, inside, other=0.0).to(tl.float64)
+    total = tl.load(found + step + at, inside, other=0.0).to(tl.float64)
+    # A sum of NaN is no sum of nothing.
+    none = (total == 0.0) & (top == -INF)
+    lse = tl.where(none, -INF, (top + tl.log2(tl.where(none, 1.0, total))) * LN2)
+    logit, count, poison = _one_positive(
+        dot, index, norm, head, at, size, others, KIND, SELF, SYMMETRIC, COLS
+    )
+    logits = logit
+    if KIND == LABEL:
+        top = tl.load(found + 2 * step + at, inside, other=0.0).to(tl.float64)
+        total = tl.load(found + 3 * step + at, inside, other=0.0).to(tl.float64)
+        logits = tl.load(found + 4 * step + at, inside, other=0.0).to(tl.float64) * LN2
+        count = tl.load(found + 5 * step + at, inside, other=0.0).to(tl.float64)
+        logit = (top + tl.log2(tl.where(count > 0, total, 1.0))) * LN2
+    offset = _write(out, at, inside, step, lse, logit, logits, count, poison)
+    if SUMS:
+        summed = tl.load(found + 6 * step + at, inside, other=0.0).to(tl.float64) * LN2
+        number = tl.load(found + 7 * step + at, inside, other=0.0)
+        tl.store(
+            out + 5 * step + at, (summed - number * offset.to(tl.float64)).to(tl.float32), inside
+        )
+        tl.store(out + 6 * step + at, number, inside)
+
+
+@triton.jit
+def _survey_side(stats, d, size, state, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest gradient of a side, and the range of its log-sum-exps, joined with `state`."""
+    peak, high, low = state
+    step = size.to(tl.int64)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < size
+        for k in tl.static_range(3):
+            peak = tl.maximum(peak, tl.abs(tl.load(d + k * step + at, inside, other=0.0)))
+        if SUMS:
+            peak = tl.maximum(peak, tl.abs(tl.load(d + 5 * step + at, inside, other=0.0)))
+        some = inside & (tl.load(stats + at, inside, other=-INF) > -INF)
+        offset = tl.load(stats + 4 * step + at, inside, other=0.0)
+        high = tl.maximum(high, tl.where(some, offset, -INF))
+        low = tl.minimum(low, tl.where(some, offset, INF))
+    return peak, high, low
+
+
+@triton.jit
+def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
+           MULTIPLIER: tl.constexpr, SUMS: tl.constexpr, COLUMNS: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """The head of a backward: one offset if it can serve all rows and columns, else a flag.
+
+    Negatives never exceed the largest log-sum-exp. Counted from 58 below it they stay far from
+    overflow, and a row may lie 120 below it (in log 2) with terms to spare before they flush. Past
+    the edge z is 0: exp2(0 - offset) must be finite too.
+    """
+    state = (tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32) - INF,
+             tl.zeros((BLOCK,), tl.float32) + INF)  # fmt: skip
+    state = _survey_side(row_stats, d_rows, N, state, SUMS, BLOCK)
+    if COLUMNS:
+        state = _survey_side(col_stats, d_cols, M, state, SUMS, BLOCK)
+    largest = tl.max(state[0], 0)
+    # Powers of two divide exactly. exp2 of an integer is one.
+    peak = tl.where(largest > 0, tl.exp2(tl.floor(tl.log2(largest))), 1.0)
+    high, low = tl.max(state[1], 0) * LOG2E, tl.min(state[2], 0) * LOG2E
+    factor = tl.load(scale).to(tl.float32)
+    tl.store(head + SCALE2, factor * LOG2E)
+    tl.store(head + OFFSET2, tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0))
+    tl.store(head + SCALE, factor)
+    tl.store(head + PEAK, peak / MULTIPLIER)
+    tl.store(head + FACTOR, factor * (peak / MULTIPLIER))
+    tl.store(flag, ((high - low <= 120.0) == 0).to(tl.int32))
+
+
+@triton.jit
+def _gain(d, lse2, shift2):
+    """d * exp2(shift - lse), in fp64 and rounded once; 0 where nothing was summed."""
+    gain = d * tl.exp2(tl.where(lse2 > -INF, shift2.to(tl.float64) - lse2, 0.0))
+    return tl.where(lse2 > -INF, gain, 0.0).to(tl.float32)
+
+
+@triton.jit
+def gains(
+    head, flag, stats, d, other_d, index, vectors, at_positive, size, others,
+    KIND: tl.constexpr, SUMS: tl.constexpr, COLUMNS: tl.constexpr, FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What `_side_dz` takes for one side (6, size), and for rows the dz of their one positive.
+
+    Gains count from the fixed offset where it serves all, else from each slot's own.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, step = at < size, size.to(tl.int64)
+    peak = tl.load(head + PEAK)
+    value = tl.load(stats + at, inside, other=-INF).to(tl.float64)
+    offset = tl.load(stats + 4 * step + at, inside, other=0.0).to(tl.float64)
+    shift = (offset * LOG2E).to(tl.float32)
+    if FIXED:
+        shift = tl.where(tl.load(flag) == 0, tl.load(head + OFFSET2), shift)
+    by_value = tl.load(d + at, inside, other=0.0) / peak
+    by_top = tl.load(d + step + at, inside, other=0.0) / peak
+    by_sum = tl.load(d + 2 * step + at, inside, other=0.0) / peak
+    tl.store(vectors + at, _gain(by_value.to(tl.float64), (value + offset) * LOG2E, shift), inside)
+    tl.store(vectors + step + at, shift, inside)
+    if KIND == LABEL:
+        top = (tl.load(stats + step + at, inside, other=0.0).to(tl.float64) + offset) * LOG2E
+        near = top.to(tl.float32)
+        tl.store(vectors + 2 * step + at, _gain(by_top.to(tl.float64), top, near), inside)
+        tl.store(vectors + 3 * step + at, near, inside)
+        tl.store(vectors + 4 * step + at, by_sum, inside)
+    elif at_positive is not None:
+        own = by_top + by_sum
+        if COLUMNS:
+            column = at.to(tl.int64)
+            if KIND == INDEX:
+                column = tl.load(index + at, inside, other=-1).to(tl.int64)
+            there = inside & (column >= 0) & (column < others)
+            step_there = others.to(tl.int64)
+            own += tl.load(other_d + step_there + column, there, other=0.0) / peak
+            own += tl.load(other_d + 2 * step_there + column, there, other=0.0) / peak
+        tl.store(at_positive + at, own, inside)
+    if SUMS:
+        tl.store(
+            vectors + 5 * step + at, tl.load(d + 5 * step + at, inside, other=0.0) / peak, inside
+        )

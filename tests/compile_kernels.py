@@ -1,0 +1,149 @@
+"""Compile every sweep kernel for one architecture without a device; print what came out as JSON.
+
+Run by `tests/test_compile.py` in a process of its own: other tests have Triton's interpreter on.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tilewise.backends import dz, kernels
+from tilewise.backends.tuning import Target, tiles_for
+
+POINTERS = {
+    "head": "fp32", "flag": "i32", "row_part": "fp32", "col_part": "fp32", "out": "fp32",
+    "row_gain": "fp32", "col_gain": "fp32", "row_vectors": "fp32", "col_vectors": "fp32",
+    "scale_part": "fp32", "row_parts": "fp32", "row_weight": "fp32", "col_weight": "fp32",
+    "index": "i32", "row_ids": "i32", "col_ids": "i32", "row_labels": "i32", "col_labels": "i32",
+}  # fmt: skip
+COMMON = {"IDS": False, "SELF": False, "UPPER": False, "COLUMNS": True}
+ALIGNED, INDEX, LABEL = (kernels.KINDS[name] for name in ("aligned", "index", "label"))
+VARIANTS = {
+    "sums": ("sums", "sums", {"KIND": ALIGNED, "MASKED": False}),
+    "sums-ids": ("sums", "masked", {"KIND": ALIGNED, "IDS": True, "MASKED": True}),
+    "sums-symmetric": (
+        "sums", "masked", {"KIND": INDEX, "SELF": True, "UPPER": True, "MASKED": True},
+    ),
+    "dz_of_sums": ("dz_of_sums", "dz", {"KIND": ALIGNED, "SCALED": False}),
+    "dz_of_sums-scale": ("dz_of_sums", "dz", {"KIND": ALIGNED, "SCALED": True}),
+    "marked_sums": ("marked_sums", "marked", {"KIND": ALIGNED, "SUMS": False, "ON_FLAG": True}),
+    "marked_sums-labels": (
+        "marked_sums", "marked", {"KIND": LABEL, "IDS": True, "SUMS": True, "ON_FLAG": False},
+    ),
+    "dz_of_marked": (
+        "dz_of_marked", "marked",
+        {"KIND": ALIGNED, "SUMS": False, "SCALED": True, "ON_FLAG": True},
+    ),
+    "dz_of_marked-labels": (
+        "dz_of_marked", "marked",
+        {"KIND": LABEL, "IDS": True, "SUMS": True, "SCALED": True, "ON_FLAG": False},
+    ),
+    "dz_of_softplus": (
+        "dz_of_softplus", "softplus",
+        {"KIND": ALIGNED, "VALUES": True, "GRADS": True, "SCALED": True, "COLUMNS": False,
+         "MASKED": False, "EDGES": False},
+    ),
+    "dz_of_softplus-edges": (
+        "dz_of_softplus", "softplus",
+        {"KIND": ALIGNED, "VALUES": True, "GRADS": True, "SCALED": True, "COLUMNS": False,
+         "MASKED": True, "EDGES": True},
+    ),
+    "dz_of_softplus-labels": (
+        "dz_of_softplus", "masked",
+        {"KIND": LABEL, "IDS": True, "VALUES": True, "GRADS": True, "SCALED": True,
+         "COLUMNS": False, "MASKED": True, "EDGES": False},
+    ),
+}  # fmt: skip
+MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
+
+
+def compile_variant(name, target, dtype, features):
+    """The compiled kernel of one variant."""
+    kernel_name, tile_name, options = VARIANTS[name]
+    kernel = getattr(dz if kernel_name.startswith("dz") else kernels, kernel_name)
+    size = getattr(tiles_for(target, dtype), tile_name)
+    values = {
+        **COMMON, **options, "D": features, "TN": size.rows, "TM": size.cols, "TD": size.features,
+        "FOLD": min(size.rows, 16 * size.warps), "GROUP": size.group,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    blocks = {
+        "rows": (size.rows, size.features),
+        "cols": (size.cols, size.features),
+        "dz": (size.rows, size.cols // (4 if kernel_name == "dz_of_softplus" else 2)),
+    }
+    signature, constants, attributes = {}, {}, {}
+    for position, argument in enumerate(kernel.arg_names):
+        if argument in blocks:
+            signature[argument] = "tensordesc<{}[{},{}]>".format(short, *blocks[argument])
+        elif argument in POINTERS:
+            signature[argument] = "*" + POINTERS[argument]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif argument in values:
+            signature[argument] = "constexpr"
+            constants[(position,)] = values[argument]
+        else:
+            signature[argument] = "i32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    gpu = GPUTarget(target.kind, target.version, 32)
+    if target.kind == "hip":
+        gpu = GPUTarget("hip", f"gfx{target.version}", 64)
+    options = {"num_warps": size.warps, "num_stages": size.stages}
+    return triton.compile(source, target=gpu, options=options)
+
+
+def spills(ptx, version):
+    """Bytes spilled, and registers, as ptxas counts them."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = tools / ("ptxas-blackwell" if version >= 100 else "ptxas")
+    suffix = "a" if version >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [
+            ptxas,
+            "-v",
+            f"--gpu-name=sm_{version}{suffix}",
+            path,
+            "-o",
+            path.with_suffix(".o"),
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return (
+        sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        max(map(int, re.findall(r"Used (\d+) registers", said))),
+    )
+
+
+def report(name, target, dtype, features):
+    compiled = compile_variant(name, target, dtype, features)
+    text = compiled.asm["ptx" if target.kind == "cuda" else "amdgcn"]
+    found = {
+        "name": name,
+        "dtype": str(dtype),
+        "shared": compiled.metadata.shared,
+        "mma": len(re.findall(MMA[target.kind], text)),
+        "trap": len(re.findall(r"^\s*trap;|s_trap", text, re.MULTILINE)),
+    }
+    if target.kind == "cuda":
+        found["spilled"], found["registers"] = spills(text, target.version)
+    else:
+        found["spilled"] = sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)))
+        found["registers"] = max(map(int, re.findall(r"\.vgpr_count:\s*(\d+)", text)))
+    return found
+
+
+if __name__ == "__main__":
+    kind, version, dtype, *names = sys.argv[1:]
+    for variant in names or VARIANTS:
+        found = report(variant, Target(kind, int(version)), getattr(torch, dtype), 768)
+        sys.stdout.write(json.dumps(found) + "\n")

@@ -1,0 +1,36 @@
+"""The kernels compiled for every architecture, without a device: no spills, no traps, MMA used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = Path(__file__).parent / "compile_kernels.py"
+# (kind, version, dtype, bytes of shared memory a program may have)
+TARGETS = [
+    ("cuda", 80, "bfloat16", 163 * 1024),
+    ("cuda", 90, "bfloat16", 227 * 1024),
+    ("cuda", 90, "float16", 227 * 1024),
+    ("cuda", 90, "float32", 227 * 1024),
+    ("cuda", 100, "bfloat16", 227 * 1024),
+    ("hip", 942, "bfloat16", 64 * 1024),
+]
+
+
+@pytest.mark.parametrize(("kind", "version", "dtype", "shared"), TARGETS)
+def test_kernels_compile(kind, version, dtype, shared):
+    command = [sys.executable, str(SCRIPT), kind, str(version), dtype]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 12
+    for kernel in found:
+        assert kernel["spilled"] == 0, kernel
+        assert kernel["trap"] == 0, kernel
+        assert kernel["mma"] > 0, kernel
+        assert kernel["shared"] <= shared, kernel

@@ -1,0 +1,182 @@
+"""The fused backend's algebra, in Triton's interpreter on CPU; on a GPU `test_gpu.py` goes further.
+
+bf16 is not tested here: the interpreter multiplies bit patterns of it. fp16 takes the same path.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilewise as tw
+from tilewise.backends import fused
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU suite does this"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, where infinities are meant
+]
+BOUND = {torch.float32: 3e-6, torch.float16: 6e-4}
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    """Let the kernels run on CPU tensors, and fresh memory hold NaN."""
+    monkeypatch.setattr(fused, "INTERPRETED", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def halves(n):
+    return torch.arange(n) // 2
+
+
+LOSSES = {
+    "clip": lambda a, b, s, c, **k: tw.clip_loss(a, b, s, bias=c, **k),
+    "clip-ids": lambda a, b, s, c, **k: tw.clip_loss(a, b, s, bias=c, ids=halves(len(a)), **k),
+    "clip-labels": lambda a, b, s, c, **k: tw.clip_loss(a, b, s, labels=halves(len(a)), **k),
+    "clip-smooth": lambda a, b, s, c, **k: tw.clip_loss(a, b, s, label_smoothing=0.1, **k),
+    "info_nce": lambda a, b, s, c, **k: tw.info_nce(a, b, s, **k),
+    "info_nce-index": lambda a, b, s, c, **k: tw.info_nce(
+        a, b, s, positives=torch.arange(len(a)).flip(0), **k
+    ),
+    "info_nce-frozen": lambda a, b, s, c, **k: tw.info_nce(a, b.detach(), s, **k) + 0 * b.sum(),
+    "siglip": lambda a, b, s, c, **k: tw.siglip_loss(a, b, s, c, **k),
+    "siglip-rows": lambda a, b, s, c, **k: (
+        tw.siglip_loss(a, b, s, c, reduction="none", **k).square().mean()
+    ),
+    "siglip-labels": lambda a, b, s, c, **k: tw.siglip_loss(
+        a, b, s, c, labels=halves(len(a)), ids=halves(len(a)) // 2, **k
+    ),
+    "nt_xent": lambda a, b, s, c, **k: tw.nt_xent(a, b, s, **k),
+    "sup_con": lambda a, b, s, c, **k: tw.sup_con(a, halves(len(a)), s, **k) + 0 * b.sum(),
+}
+
+
+def unit(n, d):
+    return F.normalize(torch.randn(n, d, dtype=torch.float64), dim=1)
+
+
+def outcome(name, a, b, scale, backend, bias=-3.0, **how):
+    """Loss and gradients of rows, columns, scale and bias, in float64."""
+    a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+    compute = torch.promote_types(a.dtype, torch.float32)
+    s, c = (torch.tensor(x, dtype=compute, requires_grad=True) for x in (scale, bias))
+    loss = LOSSES[name](a, b, s, c, backend=backend, **how)
+    (-2.5 * loss).backward()
+    grads = (x.grad for x in (a, b, s, c) if x.grad is not None)
+    return [x.double() for x in (loss.detach(), *grads)]
+
+
+def check(name, a, b, scale, **how):
+    """The fused backend against dense in float64, relative to each output's size."""
+    truth = outcome(name, a.double(), b.double(), scale, "dense")
+    for got, true in zip(outcome(name, a, b, scale, "fused", **how), truth, strict=True):
+        assert got.isfinite().all()
+        # A zero gradient (the bias of a softmax) is zero up to rounding of what cancels.
+        bound = BOUND[a.dtype] * max(true.norm().item(), 1e-2)
+        assert (got - true).norm() <= bound, f"{(got - true).norm():.2e} > {bound:.2e}"
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss(name, dtype):
+    """Several tiles either way, ragged at both ends."""
+    check(name, unit(70, 33).to(dtype), unit(70, 33).to(dtype), 14.0)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "sup_con"])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 1), (32, 32), (64, 64), (129, 8)])
+def test_shapes(name, shape):
+    check(name, unit(*shape).float(), unit(*shape).float(), 5.0)
+
+
+@pytest.mark.parametrize("shape", [(40, 100), (100, 40), (1, 70)])
+@pytest.mark.parametrize("name", ["info_nce", "info_nce-frozen", "siglip", "siglip-rows"])
+def test_rectangles(name, shape):
+    n, m = shape
+    check(name, unit(n, 20).float(), unit(m, 20).float(), 5.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_small_workspace(name):
+    """Many panels, and rows whose sums take several calls."""
+    check(name, unit(150, 16).float(), unit(150, 16).float(), 8.0, workspace_mib=0.01)
+
+
+@pytest.mark.parametrize("name", ["clip", "clip-ids", "info_nce", "nt_xent"])
+def test_where_no_fixed_offset_holds(name):
+    """All cosines -1 but those of two rows: sums 400 nats apart. A flag calls the second pass."""
+    a, b = torch.zeros(40, 8), torch.zeros(40, 8)
+    a[:, 0], a[7:9, 0] = 1.0, -1.0
+    b[:, 0] = -1.0
+    a, b = (F.normalize(x + 0.1 * unit(40, 8).float(), dim=1) for x in (a, b))
+    check(name, a, b, 200.0)
+
+
+def test_the_flag_is_needed(monkeypatch):
+    """Without the second pass the same input gives an infinite loss."""
+    from tilewise.backends import fused_forward
+
+    monkeypatch.setattr(fused_forward._Forward, "_marked", lambda *args, **options: None)
+    with pytest.raises(AssertionError):
+        test_where_no_fixed_offset_holds("info_nce")
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "offset", "expanded"])
+def test_strides(layout):
+    a, b = unit(40, 24).float(), unit(40, 24).float()
+    turned = {
+        "transposed": lambda x: x.t().contiguous().t(),
+        "sliced": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], 2).flatten(1)[:, ::2],
+        "offset": lambda x: torch.cat([x.new_zeros(40, 1), x], 1)[:, 1:],
+        "expanded": lambda x: x[:1].expand(40, 24),
+    }[layout]
+    check("clip", turned(a), b if layout == "expanded" else turned(b), 5.0)
+
+
+def test_fp16_keeps_small_weights():
+    """Weights of 1e-9 would be 0 in fp16; divided by their largest they are not."""
+    a, b = unit(60, 16).half(), unit(60, 16).half()
+    a, b = a.requires_grad_(), b.requires_grad_()
+    (1e-4 * tw.clip_loss(a, b, 20.0, backend="fused")).backward()
+    x, y = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+    tw.clip_loss(x, y, 20.0, backend="dense").backward()
+    # fp16's smallest number is 6e-8, so gradients of 1e-6 come out with one or two digits.
+    assert (a.grad.double() - 1e-4 * x.grad).abs().max() < 6e-8
+
+
+def test_non_finite_values_show():
+    a, b = unit(40, 8).float(), unit(40, 8).float()
+    a[3, 2] = torch.inf
+    assert tw.clip_loss(a, b, 5.0, backend="fused").isnan()
+    rows = tw.info_nce(a, b, 5.0, backend="fused", reduction="none")
+    assert rows[3].isnan()
+    assert rows[[0, 1, 2, 4]].isfinite().all()
+
+
+def test_a_row_longer_than_a_float():
+    """Its square overflows, its logits do not: no offset can be told beforehand."""
+    a, b = 1e25 * unit(40, 8).float(), 1e-5 * unit(40, 8).float()
+    truth = tw.info_nce(a.double(), b.double(), 1e-19, backend="dense")
+    assert torch.allclose(tw.info_nce(a, b, 1e-19, backend="fused").double(), truth, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "sup_con"])
+def test_same_bits(name):
+    a, b = unit(70, 16).float(), unit(70, 16).float()
+    first, second = (outcome(name, a, b, 9.0, "fused") for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_ids_beyond_int32():
+    ids = torch.arange(40) // 2 * 2**33
+    a, b = unit(40, 8), unit(40, 8)
+    truth = tw.clip_loss(a, b, 5.0, ids=ids, backend="dense")
+    got = tw.clip_loss(a.float(), b.float(), 5.0, ids=ids, backend="fused")
+    assert torch.allclose(got.double(), truth, rtol=1e-6)
+
+
+def test_refuses_float64_with_a_reason():
+    with pytest.raises(tw.BackendError, match="computes in float32 at most"):
+        tw.clip_loss(unit(4, 4), unit(4, 4), 1.0, backend="fused")
