@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.backends import dz, kernels
+from tilewise.backends import dz, kernels, vectors
 from tilewise.backends.tuning import Target, tiles_for
 
 POINTERS = {
@@ -62,11 +62,26 @@ VARIANTS = {
          "COLUMNS": False, "MASKED": True, "EDGES": False},
     ),
 }  # fmt: skip
+VECTORS = {
+    "measure": {"KIND": INDEX, "BLOCK": 16, "TD": 128},
+    "begin": {"HAS_BIAS": False, "BLOCK": 1024},
+    "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True},
+    "finish_marked": {
+        "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "COLS": True, "SUMS": True,
+        "ON_FLAG": True,
+    },
+    "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
+    "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
+}  # fmt: skip
+POINTERS_OF_VECTORS = {
+    **dict.fromkeys(("x", "other", "norm", "dot", "row_norm", "col_norm", "scale", "bias", "part", "found", "row_stats", "d_rows", "col_stats", "d_cols", "stats", "d", "other_d", "vectors", "at_positive", "head", "out"), "*fp32"),
+    "more": "*fp64", "flag": "*i32", "index": "*i32",
+}  # fmt: skip
 MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
 
 
-def compile_variant(name, target, dtype, features):
-    """The compiled kernel of one variant."""
+def compile_variant(name, target, dtype, features, ones=()):
+    """The compiled kernel of one variant; arguments of 1 are constants, as Triton takes them."""
     kernel_name, tile_name, options = VARIANTS[name]
     kernel = getattr(dz if kernel_name.startswith("dz") else kernels, kernel_name)
     size = getattr(tiles_for(target, dtype), tile_name)
@@ -91,6 +106,9 @@ def compile_variant(name, target, dtype, features):
         elif argument in values:
             signature[argument] = "constexpr"
             constants[(position,)] = values[argument]
+        elif argument in ones:
+            signature[argument] = "constexpr"
+            constants[(position,)] = 1
         else:
             signature[argument] = "i32"
     source = ASTSource(kernel, signature, constants, attributes)
@@ -99,6 +117,20 @@ def compile_variant(name, target, dtype, features):
         gpu = GPUTarget("hip", f"gfx{target.version}", 64)
     options = {"num_warps": size.warps, "num_stages": size.stages}
     return triton.compile(source, target=gpu, options=options)
+
+
+def compile_vectors(target, size):
+    """The kernels over vectors, for sizes of 1 (constants to Triton) or more."""
+    for name, options in VECTORS.items():
+        kernel, values = getattr(vectors, name), {"BLOCK": 256, **options}
+        signature, constants = {}, {}
+        for position, argument in enumerate(kernel.arg_names):
+            value = values.get(argument, 1 if size == 1 else None)
+            signature[argument] = POINTERS_OF_VECTORS.get(argument, "i32")
+            if argument not in POINTERS_OF_VECTORS and value is not None:
+                signature[argument], constants[(position,)] = "constexpr", value
+        gpu = GPUTarget(target.kind, target.version, 32)
+        triton.compile(ASTSource(kernel, signature, constants, {}), target=gpu)
 
 
 def spills(ptx, version):
@@ -144,6 +176,13 @@ def report(name, target, dtype, features):
 
 if __name__ == "__main__":
     kind, version, dtype, *names = sys.argv[1:]
+    if names == ["ones"]:  # a single row against a single column
+        compile_vectors(Target(kind, int(version)), 1)
+        compile_vectors(Target(kind, int(version)), 2)
+        for variant in VARIANTS:
+            compile_variant(variant, Target(kind, int(version)), getattr(torch, dtype), 8,
+                            ones=("N", "M", "n", "m"))  # fmt: skip
+        sys.exit()
     for variant in names or VARIANTS:
         found = report(variant, Target(kind, int(version)), getattr(torch, dtype), 768)
         sys.stdout.write(json.dumps(found) + "\n")

@@ -145,6 +145,7 @@ def evaluate(
     compute: torch.dtype,
     block: int | None = None,
     scale_first: bool = False,
+    products: Tensor | None = None,
 ) -> Outcome:
     """Plain PyTorch: z in `compute`, ds = scale * dz rounded to the features' dtype, two products.
 
@@ -152,9 +153,10 @@ def evaluate(
     the baseline that tilewise is measured against. With `block` z comes in blocks of so many rows
     and columns: equal features then give equal logits no longer, since a product's rounding depends
     on its size. With `scale_first` the rows are scaled before the product, as open_clip does it.
+    `products` are those of rows and columns where a device has computed them.
     """
     a, b = rows.to(compute), cols.to(compute)
-    s = product(a, b, block)
+    s = product(a, b, block) if products is None else products
     z = (product(scale * a, b, block) if scale_first else scale * s) + bias
     z = z.detach().requires_grad_()
     loss = loss_of_z(z)

@@ -113,7 +113,7 @@ def test_fused_says_what_it_needs(monkeypatch):
     choice = backends.choose("auto", cuda, torch.bfloat16)
     assert choice.name == "chunked"
     assert "needs torch >= 2.8" in choice.refusals["fused"]
-    with pytest.raises(tw.BackendError, match=r"cannot run: it needs torch >= 2\.6, got 2\.5\.1"):
+    with pytest.raises(tw.BackendError, match=r"cannot run: it needs torch >= 2\.8, got 2\.5\.1"):
         backends.choose("fused", cuda, torch.bfloat16)
 
 

@@ -13,10 +13,13 @@ from tilewise.backends.kernels import (
     INDEX,
     INF,
     LABEL,
+    LOG2E,
     OFFSET2,
-    SCALE2,
+    SCALE,
     product,
+    scaled,
     which,
+    wide,
 )
 
 
@@ -49,7 +52,7 @@ def dz_of_sums(
     """
     if tl.load(flag) != 0:
         return
-    scale2, offset2 = tl.load(head + SCALE2), tl.load(head + OFFSET2)
+    offset2 = tl.load(head + OFFSET2)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0), flatten=True):
         i, j = _place(t, num_n, num_m, GROUP)
@@ -60,7 +63,7 @@ def dz_of_sums(
         pulled = tl.zeros((TN,), tl.float32)
         for h in tl.static_range(2):
             start = j * TM + h * (TM // 2)
-            x = tl.exp2(halves[h] * scale2 - offset2)
+            x = tl.exp2(scaled(halves[h], head, offset2))
             col = col0 + start + tl.arange(0, TM // 2)
             if COLUMNS:
                 x = x * (row_own + tl.load(col_gain + col, col < M, other=0.0)[None, :])
@@ -72,7 +75,7 @@ def dz_of_sums(
                 pulled += tl.sum(x * halves[h], 1)
             dz.store([i * TN, start], x.to(dz.dtype))
         if SCALED:
-            at = scale_part + j.to(tl.int64) * n + row - row0
+            at = scale_part + wide(j) * n + row - row0
             tl.store(at, pulled, row - row0 < n)
 
 
@@ -133,7 +136,6 @@ def dz_of_marked(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
-    scale2 = tl.load(head + SCALE2)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
@@ -146,37 +148,37 @@ def dz_of_marked(
             start = j * TM + h * (TM // 2)
             col = col0 + start + tl.arange(0, TM // 2)
             positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
-            z = halves[h] * scale2
-            x = _side_dz(z, positive, negative, (row_vectors, N.to(tl.int64)), row[:, None],
+            z = scaled(halves[h], head, 0.0)
+            x = _side_dz(z, positive, negative, (row_vectors, wide(N)), row[:, None],
                          row[:, None] < N, KIND, SUMS)  # fmt: skip
             if COLUMNS:
-                x += _side_dz(z, positive, negative, (col_vectors, M.to(tl.int64)), col[None, :],
+                x += _side_dz(z, positive, negative, (col_vectors, wide(M)), col[None, :],
                               col[None, :] < M, KIND, SUMS)  # fmt: skip
             if SCALED:
                 pulled += tl.sum(x * halves[h], 1)
             dz.store([i * TN, start], x.to(dz.dtype))
         if SCALED:
-            at = scale_part + j.to(tl.int64) * n + row - row0
+            at = scale_part + wide(j) * n + row - row0
             tl.store(at, pulled, row - row0 < n)
 
 
 @triton.jit
 def _softplus_and_sigmoid(z):
-    """log2(1 + exp2(z)) and its derivative, the sigmoid; both keep their digits far below 0.
+    """log(1 + exp(z)) and its derivative, the sigmoid; both keep their digits far below 0.
 
-    log2(1 + e) for e in [0, 1] is e times a polynomial, to 3e-8 of its value. No logarithm and no
+    log(1 + e) for e in [0, 1] is e times a polynomial, to 3e-8 of its value. No logarithm and no
     division: they would cost more than the product that made z.
     """
-    e = tl.exp2(-tl.abs(z))
-    p = 0.007549176923930645 * e - 0.04256704822182655
-    p = p * e + 0.1128561794757843
-    p = p * e - 0.19711896777153015
-    p = p * e + 0.27564141154289246
-    p = p * e - 0.35840848088264465
-    p = p * e + 0.48069295287132263
-    p = p * e - 0.7213401794433594
-    p = (p * e + 1.4426950216293335) * e
-    return tl.maximum(z, 0.0) + p, tl.exp2(tl.minimum(z, 0.0) - p)
+    e = tl.exp2(-tl.abs(z) * LOG2E)
+    p = 0.0052326907003707275 * e - 0.02950522945971831
+    p = p * e + 0.07822594261240705
+    p = p * e - 0.13663245674572286
+    p = p * e + 0.19106006725651947
+    p = p * e - 0.24842982801257818
+    p = p * e + 0.33319096499779194
+    p = p * e - 0.49999491160576953
+    p = (p * e + 0.9999999866502418) * e
+    return tl.maximum(z, 0.0) + p, tl.exp2((tl.minimum(z, 0.0) - p) * LOG2E)
 
 
 @triton.jit
@@ -201,16 +203,16 @@ def dz_of_softplus(
     """Softplus of a panel of signed logits (-z at positives): its sums, and dz.
 
     dz = sign * sigmoid * (row weight + column weight). row_parts (3, column tiles, n) takes the
-    rows' sums of softplus (in log 2), of dz times the product of features, and of dz; col_part (row
+    rows' sums of softplus, of dz times the product of features, and of dz; col_part (row
     tiles, m) the columns' of softplus. Without MASKED every pair is a negative; a second run with
     EDGES then does the tiles over where that was wrong.
     """
-    scale2, bias2 = tl.load(head + SCALE2), tl.load(head + BIAS)
+    scale, bias = tl.load(head + SCALE), tl.load(head + BIAS)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     count = num_n * num_m
     if EDGES:
-        count = num_n * ((TN + TM - 1) // TM + (m % TM != 0).to(tl.int32))
+        count = num_n * ((TN + TM - 1) // TM + tl.where(m % TM != 0, 1, 0))
     for t in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=not EDGES):
         i, j = _place(t, num_n, num_m, GROUP)
         if EDGES:
@@ -226,7 +228,7 @@ def dz_of_softplus(
         for h in tl.static_range(4):
             start = j * TM + h * (TM // 4)
             col = col0 + start + tl.arange(0, TM // 4)
-            z = quarters[h] * scale2 + bias2
+            z = quarters[h] * scale + bias
             if MASKED:
                 positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
                 z = tl.where(positive, -z, tl.where(negative, z, -INF))
@@ -234,7 +236,7 @@ def dz_of_softplus(
             if VALUES:
                 values += tl.sum(value, 1)
                 if COLUMNS:
-                    at = col_part + i.to(tl.int64) * m + col - col0
+                    at = col_part + wide(i) * m + col - col0
                     tl.store(at, tl.sum(value, 0), col - col0 < m)
             if GRADS:
                 if MASKED:
@@ -247,8 +249,8 @@ def dz_of_softplus(
                     by_scale += tl.sum(x * quarters[h], 1)
                     by_bias += tl.sum(x, 1)
                 dz.store([i * TN, start], x.to(dz.dtype))
-        at, inside = row_parts + j.to(tl.int64) * n + row - row0, row - row0 < n
-        step = num_m.to(tl.int64) * n
+        at, inside = row_parts + wide(j) * n + row - row0, row - row0 < n
+        step = wide(num_m) * n
         if VALUES:
             tl.store(at, values, inside)
         if SCALED:

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends import kernels, vectors
 from tilewise.backends.blocks import narrow, row_spans, store
-from tilewise.backends.fused_forward import BLOCK, LN2, LOG2E, make_ready
+from tilewise.backends.fused_forward import BLOCK, make_ready
 from tilewise.backends.plan import Grads, Needs, Plan
 from tilewise.backends.tuning import TileSize
 from tilewise.pairs import Pairs, exact_dtype
@@ -254,7 +254,7 @@ class Backward:
                 self.scale += by_scale
                 self.bias += by_bias
 
-        return self.sweep(dz_of), sums * LN2
+        return self.sweep(dz_of), sums
 
     def softplus_sums(self) -> tuple[Tensor, Tensor]:
         """Softplus sums of rows (N,) and of columns (M,), or (0,)."""
@@ -274,7 +274,7 @@ class Backward:
                 cols[panel.tile.cols] += col_part.sum(0)
 
         self.sweep(sums_of)
-        return rows * LN2, cols * LN2
+        return rows, cols
 
     def _softplus_size(self) -> tuple[TileSize, bool]:
         """The tile, and whether all tiles of it are masked."""
@@ -303,7 +303,7 @@ class Backward:
         scale = self.pairs.scale.to(self.head.dtype)
         zero = torch.zeros_like(scale)
         bias = zero if self.pairs.bias is None else self.pairs.bias.to(scale)
-        parts = (scale * LOG2E, zero, scale, bias * LOG2E, zero, zero, peak, scale * peak)
+        parts = (zero, zero, scale, bias, zero, zero, peak, scale * peak, zero)
         self.head.copy_(torch.stack(parts))
 
 

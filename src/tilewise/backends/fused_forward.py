@@ -16,7 +16,6 @@ from tilewise.tiles import spans, strips
 # Most bytes for the row sums of one call of the forward; slots a program of a vector kernel takes.
 PART_BYTES = 2**25
 BLOCK = 256
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Ready(NamedTuple):

@@ -15,17 +15,19 @@ ALIGNED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
 LABEL = tl.constexpr(3)
 INF = tl.constexpr(float("inf"))
+LOG2E = tl.constexpr(1.4426950408889634)
 
 # The head of a sweep: numbers on the device that every kernel reads.
-SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of features
+SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of features,
+LOW = tl.constexpr(8)  # and what its rounding took away: it would stand in every logit
 OFFSET2 = tl.constexpr(1)  # the fixed offset, likewise
 SCALE = tl.constexpr(2)
-BIAS = tl.constexpr(3)  # bias in units of log 2
+BIAS = tl.constexpr(3)
 ROW_POISON = tl.constexpr(4)  # 0, or NaN where a row feature is not finite
 COL_POISON = tl.constexpr(5)
 PEAK = tl.constexpr(6)  # gradients are divided by this power of two
 FACTOR = tl.constexpr(7)  # what an accumulated gradient is multiplied with
-HEAD_SIZE = 8
+HEAD_SIZE = 9
 
 
 @triton.jit
@@ -36,6 +38,18 @@ def product(rows, cols, row0, col0, D: tl.constexpr, TN: tl.constexpr, TM: tl.co
     for d in range(0, D, TD):
         s = tl.dot(rows.load([row0, d]), cols.load([col0, d]).T, s, input_precision=PRECISION)
     return s
+
+
+@triton.jit
+def wide(x):
+    """An integer as int64, also where Triton took an argument of 1 for a constant."""
+    return tl.zeros((), tl.int64) + x
+
+
+@triton.jit
+def scaled(s, head, offset2):
+    """Logits of products of features in units of log 2, counted from an offset."""
+    return s * tl.load(head + SCALE2) + (s * tl.load(head + LOW) - offset2)
 
 
 @triton.jit
@@ -92,8 +106,8 @@ def sums(
     end of the rows need a look at which pairs count: they come after the others.
     """
     block, strip = tl.program_id(0), tl.program_id(1)
-    scale2, offset2 = tl.load(head + SCALE2), tl.load(head + OFFSET2)
-    part = row_part + block.to(tl.int64) * N
+    offset2 = tl.load(head + OFFSET2)
+    part = row_part + wide(block) * N
     col0 = (block0 + block) * TM
     col = col0 + tl.arange(0, TM)
     marks = (index, row_ids, col_ids)
@@ -111,7 +125,7 @@ def sums(
         for k in tl.range(first, stop - meets, flatten=True):
             i = k + meets * (k >= diagonal).to(tl.int32)
             s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
-            p = tl.exp2(s * scale2 - offset2)
+            p = tl.exp2(scaled(s, head, offset2))
             tl.store(part + i * TN + tl.arange(0, TN), tl.sum(p, 1))
             if COLUMNS:
                 folded += _fold(p, FOLD)
@@ -119,7 +133,7 @@ def sums(
         i = tl.where((k < stop) & (meets > 0), diagonal, k)
         row = i * TN + tl.arange(0, TN)
         s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
-        p = tl.exp2(s * scale2 - offset2)
+        p = tl.exp2(scaled(s, head, offset2))
         p = tl.where(which(row, col, N, M, marks, KIND, IDS, SELF, UPPER)[1], p, 0.0)
         tl.store(part + row, tl.sum(p, 1), row < N)
         if COLUMNS:
@@ -153,7 +167,6 @@ def marked_sums(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
-    scale2 = tl.load(head + SCALE2)
     row0 = tl.program_id(0) * TN
     row = row0 + tl.arange(0, TN)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
@@ -162,7 +175,8 @@ def marked_sums(
     positive_sum, positive_count, negative_sum, negative_count = zeros, zeros, zeros, zeros
     for j in tl.range(0, tl.cdiv(M, TM)):
         col = j * TM + tl.arange(0, TM)
-        z = product(rows, cols, row0, j * TM, D, TN, TM, TD, PRECISION) * scale2
+        s = product(rows, cols, row0, j * TM, D, TN, TM, TD, PRECISION)
+        z = scaled(s, head, 0.0)
         positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
         top, total = _online(top, total, z, negative)
         if SUMS:
@@ -173,7 +187,7 @@ def marked_sums(
             positive_sum += tl.sum(tl.where(positive, z, 0.0), 1)
             positive_count += tl.sum(positive.to(tl.float32), 1)
     inside, out = row < N, out + row
-    step = N.to(tl.int64)
+    step = wide(N)
     tl.store(out, top, inside)
     tl.store(out + step, total, inside)
     tl.store(out + 2 * step, positive_top, inside)

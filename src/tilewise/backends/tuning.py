@@ -51,7 +51,7 @@ BLACKWELL = Tiles(
     masked=TileSize(128, 64, 64, 4, 4, 16),
     dz=TileSize(128, 128, 64, 4, 4, 16),
     softplus=TileSize(128, 64, 64, 4, 4, 16),
-    marked=TileSize(128, 32, 64, 4, 3, 16),
+    marked=TileSize(64, 32, 64, 4, 3, 16),
 )
 # 163 KiB of shared memory, no asynchronous products: smaller tiles, fewer stages.
 AMPERE = Tiles(

@@ -14,14 +14,16 @@ from tilewise.backends.kernels import (
     INDEX,
     INF,
     LABEL,
+    LOG2E,
+    LOW,
     OFFSET2,
     PEAK,
     ROW_POISON,
     SCALE,
     SCALE2,
+    wide,
 )
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Room below fp32's overflow, in log 2, for sums of 2^30 terms and their inverses.
 HEADROOM = tl.constexpr(89.0)
@@ -70,23 +72,32 @@ def _longest(norm, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _store_scale(head, scale):
+    """The scale, and in units of log 2 in two parts; returned in units of log 2."""
+    factor = tl.load(scale).to(tl.float32)
+    exact = factor.to(tl.float64) * LOG2E
+    high = exact.to(tl.float32)
+    tl.store(head + SCALE, factor)
+    tl.store(head + SCALE2, high)
+    tl.store(head + LOW, (exact - high.to(tl.float64)).to(tl.float32))
+    return factor, high
+
+
+@triton.jit
 def begin(head, flag, row_norm, col_norm, scale, bias, N, M, HAS_BIAS: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
     """The head of a forward: scale, a fixed offset that no exponent exceeds by HEADROOM, poison."""
-    factor = tl.load(scale).to(tl.float32)
+    factor, scale2 = _store_scale(head, scale)
     rows, row_spoilt = _longest(row_norm, N, BLOCK)
     cols, col_spoilt = _longest(col_norm, M, BLOCK)
-    scale2 = factor * LOG2E
     bound = tl.abs(scale2) * rows * cols
     offset = tl.maximum(0.0, bound - HEADROOM)
     bad = (bound < INF) == 0
-    tl.store(head + SCALE2, scale2)
     tl.store(head + OFFSET2, tl.where(bad, 0.0, offset))
-    tl.store(head + SCALE, factor)
     tl.store(head + BIAS, tl.load(bias).to(tl.float32) if HAS_BIAS else 0.0)
     tl.store(head + ROW_POISON, row_spoilt + factor * 0.0)
     tl.store(head + COL_POISON, col_spoilt + factor * 0.0)
-    tl.store(flag, bad.to(tl.int32))
+    tl.store(flag, tl.where(bad, 1, 0))
 
 
 @triton.jit
@@ -129,8 +140,8 @@ def _one_positive(dot, index, norm, head, at, size, others, KIND: tl.constexpr,
     count = tl.zeros(at.shape, tl.float64)
     if KIND == ALIGNED or KIND == INDEX:
         has = inside & (partner >= 0) & (partner < others)
-        scale2 = tl.load(head + SCALE2).to(tl.float64)
-        logit = tl.load(dot + at, has, other=0.0).to(tl.float64) * scale2 * LN2
+        scale = tl.load(head + SCALE).to(tl.float64)
+        logit = tl.load(dot + at, has, other=0.0).to(tl.float64) * scale
         count = has.to(tl.float64)
     return logit, count, poison
 
@@ -166,7 +177,7 @@ def finish(
         logit, count, poison = _one_positive(
             dot, index, norm, head, at, size, others, KIND, SELF, SYMMETRIC, COLS
         )
-        _write(out, at, inside, size.to(tl.int64), lse, logit, logit, count, poison)
+        _write(out, at, inside, wide(size), lse, logit, logit, count, poison)
 
 
 @triton.jit
@@ -180,7 +191,7 @@ def finish_marked(
         if tl.load(flag) == 0:
             return
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, step = at < size, size.to(tl.int64)
+    inside, step = at < size, wide(size)
     top = tl.load(found + at, inside, other=0.0).to(tl.float64)
     total = tl.load(found + step + at, inside, other=0.0).to(tl.float64)
     # A sum of NaN is no sum of nothing.
@@ -210,7 +221,7 @@ def finish_marked(
 def _survey_side(stats, d, size, state, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest gradient of a side, and the range of its log-sum-exps, joined with `state`."""
     peak, high, low = state
-    step = size.to(tl.int64)
+    step = wide(size)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < size
@@ -244,13 +255,13 @@ def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
     # Powers of two divide exactly. exp2 of an integer is one.
     peak = tl.where(largest > 0, tl.exp2(tl.floor(tl.log2(largest))), 1.0)
     high, low = tl.max(state[1], 0) * LOG2E, tl.min(state[2], 0) * LOG2E
-    factor = tl.load(scale).to(tl.float32)
-    tl.store(head + SCALE2, factor * LOG2E)
-    tl.store(head + OFFSET2, tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0))
-    tl.store(head + SCALE, factor)
+    factor, _ = _store_scale(head, scale)
+    offset = tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0)
+    # Counted from 0 a logit keeps the low part of the scale.
+    tl.store(head + OFFSET2, tl.where((high <= 60.0) & (low >= -60.0), 0.0, offset))
     tl.store(head + PEAK, peak / MULTIPLIER)
     tl.store(head + FACTOR, factor * (peak / MULTIPLIER))
-    tl.store(flag, ((high - low <= 120.0) == 0).to(tl.int32))
+    tl.store(flag, tl.where(high - low <= 120.0, 0, 1))
 
 
 @triton.jit
@@ -271,7 +282,7 @@ def gains(
     Gains count from the fixed offset where it serves all, else from each slot's own.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, step = at < size, size.to(tl.int64)
+    inside, step = at < size, wide(size)
     peak = tl.load(head + PEAK)
     value = tl.load(stats + at, inside, other=-INF).to(tl.float64)
     offset = tl.load(stats + 4 * step + at, inside, other=0.0).to(tl.float64)
@@ -296,7 +307,7 @@ def gains(
             if KIND == INDEX:
                 column = tl.load(index + at, inside, other=-1).to(tl.int64)
             there = inside & (column >= 0) & (column < others)
-            step_there = others.to(tl.int64)
+            step_there = wide(others)
             own += tl.load(other_d + step_there + column, there, other=0.0) / peak
             own += tl.load(other_d + 2 * step_there + column, there, other=0.0) / peak
         tl.store(at_positive + at, own, inside)
