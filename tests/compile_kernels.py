@@ -63,7 +63,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 VECTORS = {
-    "measure": {"KIND": INDEX, "BLOCK": 16, "TD": 128},
+    "measure": {"KIND": INDEX, "PRECISION": "tf32x3", "BLOCK": 16, "TD": 64},
     "begin": {"HAS_BIAS": False, "BLOCK": 1024},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True},
     "finish_marked": {
@@ -73,9 +73,10 @@ VECTORS = {
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
+FLOATS = """x other norm dot row_norm col_norm scale bias part found row_stats d_rows col_stats
+    d_cols stats d other_d vectors at_positive head out"""
 POINTERS_OF_VECTORS = {
-    **dict.fromkeys(("x", "other", "norm", "dot", "row_norm", "col_norm", "scale", "bias", "part", "found", "row_stats", "d_rows", "col_stats", "d_cols", "stats", "d", "other_d", "vectors", "at_positive", "head", "out"), "*fp32"),
-    "more": "*fp64", "flag": "*i32", "index": "*i32",
+    **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "flag": "*i32", "index": "*i32",
 }  # fmt: skip
 MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
 

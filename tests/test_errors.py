@@ -100,6 +100,17 @@ def test_backend_choice_explains_itself():
     )
 
 
+def test_auto_leaves_float32_to_the_exact_backend():
+    from tilewise import backends
+
+    cuda = torch.device("cuda")
+    choice = backends.choose("auto", cuda, torch.float32)
+    assert choice.name == "chunked"
+    assert "ask for it by name" in choice.refusals["fused"]
+    assert backends.choose("auto", cuda, torch.bfloat16).name == "fused"
+    assert backends.choose("fused", cuda, torch.float32).name == "fused"
+
+
 def test_fused_says_what_it_needs(monkeypatch):
     """Below its torch or without Triton it refuses with the reason, and auto passes it over."""
     from tilewise import backends

@@ -32,6 +32,8 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype) -> Choice:
     refusals: dict[str, str] = {}
     for name in PREFERRED if asked == "auto" else (asked,):
         why = BACKENDS[name].refusal(device, dtype)
+        if why is None and asked == "auto" and name == "fused":
+            why = fused.reservation(dtype)
         if why is None:
             return Choice(name, refusals)
         refusals[name] = why

@@ -14,10 +14,12 @@ from tilewise.backends.kernels import (
     INF,
     LABEL,
     LOG2E,
+    LOW,
     OFFSET2,
     SCALE,
+    SCALE2,
+    exp_scaled,
     product,
-    scaled,
     which,
     wide,
 )
@@ -63,7 +65,7 @@ def dz_of_sums(
         pulled = tl.zeros((TN,), tl.float32)
         for h in tl.static_range(2):
             start = j * TM + h * (TM // 2)
-            x = tl.exp2(scaled(halves[h], head, offset2))
+            x = exp_scaled(halves[h], head, offset2)
             col = col0 + start + tl.arange(0, TM // 2)
             if COLUMNS:
                 x = x * (row_own + tl.load(col_gain + col, col < M, other=0.0)[None, :])
@@ -136,6 +138,7 @@ def dz_of_marked(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
+    scale2, low = tl.load(head + SCALE2), tl.load(head + LOW)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
@@ -148,7 +151,7 @@ def dz_of_marked(
             start = j * TM + h * (TM // 2)
             col = col0 + start + tl.arange(0, TM // 2)
             positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
-            z = scaled(halves[h], head, 0.0)
+            z = halves[h] * scale2 + halves[h] * (low * LOG2E)
             x = _side_dz(z, positive, negative, (row_vectors, wide(N)), row[:, None],
                          row[:, None] < N, KIND, SUMS)  # fmt: skip
             if COLUMNS:

@@ -220,7 +220,7 @@ class Backward:
         rows, cols, index = self.ready.rows, self.ready.cols, self.ready.marks[0]
         vectors.measure[(triton.cdiv(n, 16),)](
             rows, *rows.stride(), cols, *cols.stride(), index, norm, dot, n, m, d,
-            KIND=self.ready.kind()["KIND"], BLOCK=16, TD=128,
+            KIND=self.ready.kind()["KIND"], PRECISION=self.ready.precision, BLOCK=16, TD=64,
         )  # fmt: skip
         some = torch.ones_like(dot, dtype=torch.bool)
         if self.pairs.positives is not None:

@@ -36,15 +36,19 @@ class Ready(NamedTuple):
             "SELF": self.pairs.skip_self,
         }
 
+    @property
+    def precision(self) -> str:
+        """How products of fp32 are made: by three of tf32; the interpreter knows one way only."""
+        return "tf32x3" if self.rows.is_cuda else "ieee"
+
     def product(self, size: TileSize) -> dict[str, Any]:
         """What a kernel is told about its tile."""
-        precise = "ieee" if size.warps < 8 else "tf32x3"
         return {
             "D": self.pairs.shape[2],
             "TN": size.rows,
             "TM": size.cols,
             "TD": size.features,
-            "PRECISION": precise if self.rows.dtype == torch.float32 else "tf32",
+            "PRECISION": self.precision,
             "num_warps": size.warps,
             "num_stages": size.stages,
         }
@@ -145,7 +149,7 @@ class _Forward:
     def _begin(self) -> None:
         n, m, d = self.pairs.shape
         rows, cols, index = self.ready.rows, self.ready.cols, self.ready.marks[0]
-        size = {"BLOCK": 16, "TD": 128}
+        size = {"PRECISION": self.ready.precision, "BLOCK": 16, "TD": 64}
         vectors.measure[(triton.cdiv(n, 16),)](
             rows, *rows.stride(), cols, *cols.stride(), index, self.row_norm, self.dot, n, m, d,
             KIND=self.ready.kind()["KIND"], **size,

@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # The head of a sweep: numbers on the device that every kernel reads.
 SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of features,
-LOW = tl.constexpr(8)  # and what its rounding took away: it would stand in every logit
+LOW = tl.constexpr(8)  # and what its rounding took away, in natural units
 OFFSET2 = tl.constexpr(1)  # the fixed offset, likewise
 SCALE = tl.constexpr(2)
 BIAS = tl.constexpr(3)
@@ -47,9 +47,14 @@ def wide(x):
 
 
 @triton.jit
-def scaled(s, head, offset2):
-    """Logits of products of features in units of log 2, counted from an offset."""
-    return s * tl.load(head + SCALE2) + (s * tl.load(head + LOW) - offset2)
+def exp_scaled(s, head, offset2):
+    """exp2(z - offset) of products of features, z in units of log 2.
+
+    What the rounding of the scale took away comes as a factor: as a summand it would be lost
+    beside an offset, and forward and backward must agree whatever theirs are.
+    """
+    p = tl.exp2(s * tl.load(head + SCALE2) - offset2)
+    return p + p * (s * tl.load(head + LOW))
 
 
 @triton.jit
@@ -125,7 +130,7 @@ def sums(
         for k in tl.range(first, stop - meets, flatten=True):
             i = k + meets * (k >= diagonal).to(tl.int32)
             s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
-            p = tl.exp2(scaled(s, head, offset2))
+            p = exp_scaled(s, head, offset2)
             tl.store(part + i * TN + tl.arange(0, TN), tl.sum(p, 1))
             if COLUMNS:
                 folded += _fold(p, FOLD)
@@ -133,7 +138,7 @@ def sums(
         i = tl.where((k < stop) & (meets > 0), diagonal, k)
         row = i * TN + tl.arange(0, TN)
         s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
-        p = tl.exp2(scaled(s, head, offset2))
+        p = exp_scaled(s, head, offset2)
         p = tl.where(which(row, col, N, M, marks, KIND, IDS, SELF, UPPER)[1], p, 0.0)
         tl.store(part + row, tl.sum(p, 1), row < N)
         if COLUMNS:
@@ -167,6 +172,7 @@ def marked_sums(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
+    scale2, low = tl.load(head + SCALE2), tl.load(head + LOW)
     row0 = tl.program_id(0) * TN
     row = row0 + tl.arange(0, TN)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
@@ -176,7 +182,7 @@ def marked_sums(
     for j in tl.range(0, tl.cdiv(M, TM)):
         col = j * TM + tl.arange(0, TM)
         s = product(rows, cols, row0, j * TM, D, TN, TM, TD, PRECISION)
-        z = scaled(s, head, 0.0)
+        z = s * scale2 + s * (low * LOG2E)
         positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
         top, total = _online(top, total, z, negative)
         if SUMS:

@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 HOPPER = Tiles(
     sums=TileSize(256, 128, 64, 8, 4),
-    masked=TileSize(128, 128, 64, 8, 4, 16),
+    masked=TileSize(128, 64, 64, 8, 4, 16),
     dz=TileSize(128, 128, 64, 4, 3, 32, 2),
     softplus=TileSize(128, 256, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
@@ -64,7 +64,7 @@ AMPERE = Tiles(
 # 64 KiB of shared memory.
 CDNA = Tiles(
     sums=TileSize(128, 128, 32, 8, 2),
-    masked=TileSize(128, 128, 32, 8, 2, 16),
+    masked=TileSize(128, 64, 32, 8, 2, 16),
     dz=TileSize(128, 64, 32, 8, 2, 16),
     softplus=TileSize(128, 64, 32, 8, 2, 16),
     marked=TileSize(128, 32, 32, 8, 2, 16),

@@ -32,9 +32,13 @@ HEADROOM = tl.constexpr(89.0)
 @triton.jit
 def measure(
     x, x_row, x_col, other, other_row, other_col, index, norm, dot, N, M, D,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
 ):  # fmt: skip
-    """Length of each row of x (N, D), and its product with its positive in `other` (M, D)."""
+    """Length of each row of x (N, D), and its product with its positive in `other` (M, D).
+
+    The product is made as those of the tiles are: tensor cores cut off what they add up, and a
+    gradient that is the difference of positives and negatives must see the same on both sides.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = x + row.to(tl.int64)[:, None] * x_row
     partner = row
@@ -42,21 +46,23 @@ def measure(
         partner = tl.load(index + row, row < N, other=0)
     partner = tl.minimum(tl.maximum(partner, 0), M - 1)
     there = other + partner.to(tl.int64)[:, None] * other_row
-    square, product = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    square, products = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
     spoilt = tl.zeros((BLOCK,), tl.float32)
     for d in range(0, D, TD):
         at = d + tl.arange(0, TD)[None, :]
         inside = (row[:, None] < N) & (at < D)
-        v = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0).to(tl.float32)
+        left = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0)
+        v = left.to(tl.float32)
         square += tl.sum(v * v, 1)
         spoilt += tl.sum(v * 0.0, 1)
         if KIND == ALIGNED or KIND == INDEX:
-            w = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0).to(tl.float32)
-            product += tl.sum(v * w, 1)
+            right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
+            products = tl.dot(left, right.T, products, input_precision=PRECISION)
     # A finite row may be longer than a float: then it is the longest float, and no offset holds.
     tl.store(norm + row, tl.minimum(tl.sqrt(square), 3.4e38) + spoilt, row < N)
     if KIND == ALIGNED or KIND == INDEX:
-        tl.store(dot + row, product, row < N)
+        own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
+        tl.store(dot + row, tl.sum(tl.where(own, products, 0.0), 1), row < N)
 
 
 @triton.jit
@@ -79,7 +85,7 @@ def _store_scale(head, scale):
     high = exact.to(tl.float32)
     tl.store(head + SCALE, factor)
     tl.store(head + SCALE2, high)
-    tl.store(head + LOW, (exact - high.to(tl.float64)).to(tl.float32))
+    tl.store(head + LOW, ((exact - high.to(tl.float64)) * LN2).to(tl.float32))
     return factor, high
 
 
@@ -256,9 +262,7 @@ def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
     peak = tl.where(largest > 0, tl.exp2(tl.floor(tl.log2(largest))), 1.0)
     high, low = tl.max(state[1], 0) * LOG2E, tl.min(state[2], 0) * LOG2E
     factor, _ = _store_scale(head, scale)
-    offset = tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0)
-    # Counted from 0 a logit keeps the low part of the scale.
-    tl.store(head + OFFSET2, tl.where((high <= 60.0) & (low >= -60.0), 0.0, offset))
+    tl.store(head + OFFSET2, tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0))
     tl.store(head + PEAK, peak / MULTIPLIER)
     tl.store(head + FACTOR, factor * (peak / MULTIPLIER))
     tl.store(flag, tl.where(high - low <= 120.0, 0, 1))
