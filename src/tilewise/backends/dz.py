@@ -151,7 +151,7 @@ def dz_of_marked(
             start = j * TM + h * (TM // 2)
             col = col0 + start + tl.arange(0, TM // 2)
             positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
-            z = halves[h] * scale2 + halves[h] * (low * LOG2E)
+            z = halves[h] * scale2 + halves[h] * low
             x = _side_dz(z, positive, negative, (row_vectors, wide(N)), row[:, None],
                          row[:, None] < N, KIND, SUMS)  # fmt: skip
             if COLUMNS:

@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # The head of a sweep: numbers on the device that every kernel reads.
 SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of features,
-LOW = tl.constexpr(8)  # and what its rounding took away, in natural units
+LOW = tl.constexpr(8)  # and what its rounding took away, which would stand in every logit
 OFFSET2 = tl.constexpr(1)  # the fixed offset, likewise
 SCALE = tl.constexpr(2)
 BIAS = tl.constexpr(3)
@@ -48,13 +48,8 @@ def wide(x):
 
 @triton.jit
 def exp_scaled(s, head, offset2):
-    """exp2(z - offset) of products of features, z in units of log 2.
-
-    What the rounding of the scale took away comes as a factor: as a summand it would be lost
-    beside an offset, and forward and backward must agree whatever theirs are.
-    """
-    p = tl.exp2(s * tl.load(head + SCALE2) - offset2)
-    return p + p * (s * tl.load(head + LOW))
+    """exp2(z - offset) of products of features, z in units of log 2."""
+    return tl.exp2(s * tl.load(head + SCALE2) + (s * tl.load(head + LOW) - offset2))
 
 
 @triton.jit
@@ -182,7 +177,7 @@ def marked_sums(
     for j in tl.range(0, tl.cdiv(M, TM)):
         col = j * TM + tl.arange(0, TM)
         s = product(rows, cols, row0, j * TM, D, TN, TM, TD, PRECISION)
-        z = s * scale2 + s * (low * LOG2E)
+        z = s * scale2 + s * low
         positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
         top, total = _online(top, total, z, negative)
         if SUMS:

@@ -79,13 +79,18 @@ def _longest(norm, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_scale(head, scale):
-    """The scale, and in units of log 2 in two parts; returned in units of log 2."""
+    """The scale, and in units of log 2 in two parts; returned as both.
+
+    Beside an offset the low part would be lost. Forward and backward choose theirs apart but must
+    see the same logits, so a scale that may need an offset goes without.
+    """
     factor = tl.load(scale).to(tl.float32)
     exact = factor.to(tl.float64) * LOG2E
     high = exact.to(tl.float32)
     tl.store(head + SCALE, factor)
     tl.store(head + SCALE2, high)
-    tl.store(head + LOW, ((exact - high.to(tl.float64)) * LN2).to(tl.float32))
+    low = (exact - high.to(tl.float64)).to(tl.float32)
+    tl.store(head + LOW, tl.where(tl.abs(high) <= 60.0, low, 0.0))
     return factor, high
 
 
@@ -262,7 +267,8 @@ def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
     peak = tl.where(largest > 0, tl.exp2(tl.floor(tl.log2(largest))), 1.0)
     high, low = tl.max(state[1], 0) * LOG2E, tl.min(state[2], 0) * LOG2E
     factor, _ = _store_scale(head, scale)
-    tl.store(head + OFFSET2, tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0))
+    offset = tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0)
+    tl.store(head + OFFSET2, tl.where((high <= 80.0) & (low >= -80.0), 0.0, offset))
     tl.store(head + PEAK, peak / MULTIPLIER)
     tl.store(head + FACTOR, factor * (peak / MULTIPLIER))
     tl.store(flag, tl.where(high - low <= 120.0, 0, 1))
