@@ -6,8 +6,11 @@ of a panel at a time into a workspace of constant size, and two products of it b
 accumulate in fp32.
 """
 
+import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from tilewise.backends.plan import Grads, Needs, Plan, Scaled
 from tilewise.pairs import Pairs
 from tilewise.positives import poison
 
+Result = TypeVar("Result")
 MIN_TORCH = (2, 8)
 MIN_TRITON = (3, 4)
 # The tests run the kernels in Triton's interpreter, on CPU tensors.
@@ -54,6 +58,18 @@ def _missing() -> str | None:
     return None
 
 
+def _where_they_are(body: Callable[..., Result]) -> Callable[..., Result]:
+    """Launch on the device of the features, whichever is current."""
+
+    @functools.wraps(body)
+    def run(pairs: Pairs, *args: Any) -> Result:
+        with torch.cuda.device_of(pairs.rows):
+            return body(pairs, *args)
+
+    return run
+
+
+@_where_they_are
 def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
     """Packed stats of rows (k, N) and of columns (k, M or 0); see `Stats`."""
     from tilewise.backends.fused_backward import Backward
@@ -66,6 +82,7 @@ def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
     return (rows + row_poison)[None], (cols + col_poison)[None] if plan.columns else cols
 
 
+@_where_they_are
 def differentiate(
     pairs: Pairs,
     plan: Plan,
@@ -82,6 +99,7 @@ def differentiate(
     return backward.log_sums(stats, upstream)
 
 
+@_where_they_are
 def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
     from tilewise.backends.fused_backward import Means
@@ -95,6 +113,7 @@ def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     return packed, means.mean, means.product
 
 
+@_where_they_are
 def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:
     """Sum over i of weight_i times the softplus sum of row i, with its gradients, in one sweep."""
     from tilewise.backends.fused_backward import Backward
