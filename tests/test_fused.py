@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 import tilewise as tw
 from tilewise.backends import fused
+from tilewise.backends.plan import Needs, Plan
+from tilewise.pairs import make_pairs
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -180,3 +182,87 @@ def test_ids_beyond_int32():
 def test_refuses_float64_with_a_reason():
     with pytest.raises(tw.BackendError, match="computes in float32 at most"):
         tw.clip_loss(unit(4, 4), unit(4, 4), 1.0, backend="fused")
+
+
+# What a review found: each of these once gave a wrong number.
+
+
+def sums_of(a, b, backend, loss, **options):
+    """Value and gradients of a function of the stats, in float64."""
+    a = a.clone().requires_grad_()
+    b = None if b is None else b.clone().requires_grad_()
+    scale = torch.tensor(options.pop("scale", 5.0), dtype=a.dtype, requires_grad=True)
+    value = loss(tw.reduce_pairs(a, b, scale, backend=backend, **options))
+    value.backward()
+    grads = (x.grad for x in (a, b, scale) if x is not None)
+    return [x.double() for x in (value.detach(), *grads)]
+
+
+def lse(stats):
+    """The log-sum-exp itself: what is counted from an offset depends on the backend's choice."""
+    return stats.values + stats.offset
+
+
+def same(a, b, loss, **options):
+    truth = sums_of(a.double(), None if b is None else b.double(), "dense", loss, **options)
+    for got, true in zip(sums_of(a, b, "fused", loss, **options), truth, strict=True):
+        error, size = (got - true).norm().item(), max(true.norm().item(), 1.0)
+        assert error <= 2e-5 * size, f"{error:.2e} of {size:.2e}"
+
+
+def test_tiles_wider_than_those_of_the_panels(monkeypatch):
+    """A tile must not reach into the next panel: its pairs would count twice."""
+    from tilewise.backends import tuning
+
+    wide = tuning.INTERPRETER._replace(softplus=tuning.TileSize(32, 128, 32, 4, 1, 2))
+    monkeypatch.setattr(tuning, "INTERPRETER", wide)
+    check("siglip", unit(300, 8).float(), unit(300, 8).float(), 5.0, workspace_mib=1e-5)
+
+
+def test_softplus_of_columns_past_the_last_row():
+    loss = lambda swept: swept.rows.values.sum() + swept.cols.values.square().sum()  # noqa: E731
+    a, b = unit(70, 16).float(), unit(90, 16).float()
+    same(a, b, loss, bias=-1.0, reduction="softplus")
+
+
+@pytest.mark.parametrize("positives", [None, torch.arange(70).flip(0)])
+def test_symmetric_with_self_pairs(positives):
+    loss = lambda swept: lse(swept.rows).sum()  # noqa: E731
+    same(unit(70, 16).float(), None, loss, positives=positives)
+
+
+def test_sums_far_below_one():
+    """All logits near -200: the offset of the backward must not let its gains overflow."""
+    a = F.normalize(torch.ones(40, 8) + 0.3 * unit(40, 8).float(), dim=1)
+    loss = lambda swept: lse(swept.rows).sum() + lse(swept.cols).sum()  # noqa: E731
+    same(a, -a, loss, positives=None, scale=200.0)
+
+
+def test_scale_of_an_antipodal_pair():
+    a = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    same(a, a.clone(), lambda swept: lse(swept.rows).sum(), scale=100.0)
+
+
+def test_rows_beyond_the_last_positive():
+    # `positives` of a row without one is 0 and not counted from the offset.
+    loss = lambda swept: swept.rows.positives.sum() + lse(swept.rows).sum()  # noqa: E731
+    a, b = unit(70, 16).float(), unit(50, 16).float()
+    truth = sums_of(a.double(), b.double(), "dense", loss, columns=False)
+    for got, true in zip(sums_of(a, b, "fused", loss, columns=False)[1:], truth[1:], strict=True):
+        assert (got - true).norm() <= 3e-6 * true.norm()
+
+
+def test_a_row_that_cannot_be_right_has_no_quiet_gradient():
+    """A positive out of range, which on a device is not read back: NaN in loss and gradient."""
+    a, b = unit(40, 8).float(), unit(50, 8).float()
+    index = torch.arange(40)
+    index[3] = 99
+    pairs = make_pairs(a, b, (5.0, None), positives=index, ids=None, labels=None, skip_self=False)
+    plan = Plan("logsumexp", False, False, "fused", 2**20, False)
+    stats = fused.reduce(pairs, plan)
+    assert stats[0][0].isnan().nonzero().tolist() == [[3]]
+    upstream = torch.ones_like(stats[0]), stats[1]
+    grads = fused.differentiate(pairs, plan, stats, upstream, Needs(True, True, True, False))
+    assert grads.rows[3].isnan().all()
+    assert grads.rows[[2, 4]].isfinite().all()
+    assert grads.scale.isnan()

@@ -74,6 +74,8 @@ def dz_of_sums(
             if SCALED:
                 if KIND == ALIGNED or SELF:
                     x = tl.where(row[:, None] == col[None, :], 0.0, x)
+                # Past the edge the product is 0, but x may be infinite.
+                x = tl.where((col < M)[None, :], x, 0.0)
                 pulled += tl.sum(x * halves[h], 1)
             dz.store([i * TN, start], x.to(dz.dtype))
         if SCALED:
@@ -240,6 +242,7 @@ def dz_of_softplus(
                 values += tl.sum(value, 1)
                 if COLUMNS:
                     at = col_part + wide(i) * m + col - col0
+                    value = tl.where(row[:, None] < N, value, 0.0)
                     tl.store(at, tl.sum(value, 0), col - col0 < m)
             if GRADS:
                 if MASKED:

@@ -88,7 +88,8 @@ class Backward:
         n, m, d = self.pairs.shape
         size, room = self.pairs.rows.element_size(), self.plan.workspace_bytes
         room = max(room - SPARE_BYTES, room // 2)
-        unit = max(self.ready.tiles.dz.rows, self.ready.tiles.dz.cols)
+        # Of every tile: one that reached into the next panel would count its pairs twice.
+        unit = max(max(size.rows, size.cols) for size in self.ready.tiles[1:])
         if self.pairs.symmetric:
             side = balanced(n, int((room / size) ** 0.5), unit)
             return side, side
@@ -222,7 +223,7 @@ class Backward:
             rows, *rows.stride(), cols, *cols.stride(), index, norm, dot, n, m, d,
             KIND=self.ready.kind()["KIND"], PRECISION=self.ready.precision, BLOCK=16, TD=64,
         )  # fmt: skip
-        some = torch.ones_like(dot, dtype=torch.bool)
+        some = torch.arange(n, device=index.device) < m
         if self.pairs.positives is not None:
             some = (index >= 0) & (index < m)
             if self.pairs.skip_self:
@@ -244,7 +245,7 @@ class Backward:
         scaled = self.needs.scale or self.needs.bias
 
         def dz_of(panel: Panel) -> None:
-            parts = self._softplus_parts(panel)
+            parts = self._softplus_parts(panel, 3 if scaled else 1)
             options = {"VALUES": values, "COLUMNS": columns, "SCALED": scaled, "GRADS": True}
             self._softplus_panel(panel, (*weights, parts, self.flag), options)
             if values:
@@ -264,7 +265,7 @@ class Backward:
         rows, cols = self.head.new_zeros(n), self.head.new_zeros(m if columns else 0)
 
         def sums_of(panel: Panel) -> None:
-            parts, (height, width) = self._softplus_parts(panel), panel.dz.shape
+            parts, (height, width) = self._softplus_parts(panel, 1), panel.dz.shape
             count = triton.cdiv(height, self._softplus_size()[0].rows)
             col_part = rows.new_empty(count if columns else 0, width)
             options = {"VALUES": True, "COLUMNS": columns, "SCALED": False, "GRADS": False}
@@ -281,10 +282,10 @@ class Backward:
         marked = self.pairs.row_ids is not None or self.pairs.kind in ("index", "label")
         return self.ready.tiles.masked if marked else self.ready.tiles.softplus, marked
 
-    def _softplus_parts(self, panel: Panel) -> Tensor:
-        """Row sums by column tile; see the kernel. (3, tiles, n)"""
+    def _softplus_parts(self, panel: Panel, count: int) -> Tensor:
+        """Row sums by column tile, of softplus or of dz too; see the kernel. (count, tiles, n)"""
         height, width = panel.dz.shape
-        return self.head.new_empty(3, triton.cdiv(width, self._softplus_size()[0].cols), height)
+        return self.head.new_empty(count, triton.cdiv(width, self._softplus_size()[0].cols), height)
 
     def _softplus_panel(
         self, panel: Panel, args: tuple[Tensor, ...], options: dict[str, bool]

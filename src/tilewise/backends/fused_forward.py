@@ -138,7 +138,9 @@ class _Forward:
 
     def run(self) -> tuple[Tensor, Tensor]:
         self._begin()
-        marked = self.pairs.kind == "label" or self.plan.sums
+        # Half a symmetric z leaves the pairs (i, i) out: where they count, all of it is swept.
+        whole = self.pairs.symmetric and not self.pairs.skip_self and self.pairs.kind != "aligned"
+        marked = self.pairs.kind == "label" or self.plan.sums or whole
         if not marked:
             self._sums()
         self._marked(self.ready, on_flag=not marked, cols=False)

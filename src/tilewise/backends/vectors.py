@@ -268,17 +268,22 @@ def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
     high, low = tl.max(state[1], 0) * LOG2E, tl.min(state[2], 0) * LOG2E
     factor, _ = _store_scale(head, scale)
     offset = tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0)
-    tl.store(head + OFFSET2, tl.where((high <= 80.0) & (low >= -80.0), 0.0, offset))
+    offset = tl.where((high <= 80.0) & (low >= -80.0), 0.0, offset)
+    tl.store(head + OFFSET2, offset)
     tl.store(head + PEAK, peak / MULTIPLIER)
     tl.store(head + FACTOR, factor * (peak / MULTIPLIER))
-    tl.store(flag, tl.where(high - low <= 120.0, 0, 1))
+    # A gain of 2^80 is fine, and terms 2^40 below their sum do not flush. No sums, no question.
+    serves = ((high - low <= 120.0) & (offset - low <= 80.0)) | (high == -INF)
+    tl.store(flag, tl.where(serves, 0, 1))
 
 
 @triton.jit
 def _gain(d, lse2, shift2):
     """d * exp2(shift - lse), in fp64 and rounded once; 0 where nothing was summed."""
-    gain = d * tl.exp2(tl.where(lse2 > -INF, shift2.to(tl.float64) - lse2, 0.0))
-    return tl.where(lse2 > -INF, gain, 0.0).to(tl.float32)
+    # Compared so that NaN stays NaN: a row that cannot be right must not have a quiet gradient.
+    none = lse2 == -INF
+    gain = d * tl.exp2(tl.where(none, 0.0, shift2.to(tl.float64) - lse2))
+    return tl.where(none, 0.0, gain).to(tl.float32)
 
 
 @triton.jit
