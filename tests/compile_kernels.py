@@ -64,7 +64,7 @@ VARIANTS = {
 }  # fmt: skip
 VECTORS = {
     "measure": {"KIND": INDEX, "PRECISION": "tf32x3", "BLOCK": 16, "TD": 64},
-    "begin": {"HAS_BIAS": False, "BLOCK": 1024},
+    "begin": {"BLOCK": 1024},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True},
     "finish_marked": {
         "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "COLS": True, "SUMS": True,
@@ -73,7 +73,7 @@ VECTORS = {
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
-FLOATS = """x other norm dot row_norm col_norm scale bias part found row_stats d_rows col_stats
+FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats
     d_cols stats d other_d vectors at_positive head out"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "flag": "*i32", "index": "*i32",

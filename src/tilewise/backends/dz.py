@@ -41,6 +41,12 @@ def _halves(s):
 
 
 @triton.jit
+def _store_rows(part, sums, j, local, n):
+    """Row sums of column tile j, of rows counted from the panel's first: part (tiles, n)."""
+    tl.store(part + wide(j) * n + local, sums, local < n)
+
+
+@triton.jit
 def dz_of_sums(
     rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
@@ -79,8 +85,7 @@ def dz_of_sums(
                 pulled += tl.sum(x * halves[h], 1)
             dz.store([i * TN, start], x.to(dz.dtype))
         if SCALED:
-            at = scale_part + wide(j) * n + row - row0
-            tl.store(at, pulled, row - row0 < n)
+            _store_rows(scale_part, pulled, j, row - row0, n)
 
 
 @triton.jit
@@ -163,8 +168,7 @@ def dz_of_marked(
                 pulled += tl.sum(x * halves[h], 1)
             dz.store([i * TN, start], x.to(dz.dtype))
         if SCALED:
-            at = scale_part + wide(j) * n + row - row0
-            tl.store(at, pulled, row - row0 < n)
+            _store_rows(scale_part, pulled, j, row - row0, n)
 
 
 @triton.jit
@@ -255,10 +259,8 @@ def dz_of_softplus(
                     by_scale += tl.sum(x * quarters[h], 1)
                     by_bias += tl.sum(x, 1)
                 dz.store([i * TN, start], x.to(dz.dtype))
-        at, inside = row_parts + wide(j) * n + row - row0, row - row0 < n
-        step = wide(num_m) * n
         if VALUES:
-            tl.store(at, values, inside)
+            _store_rows(row_parts, values, j, row - row0, n)
         if SCALED:
-            tl.store(at + step, by_scale, inside)
-            tl.store(at + 2 * step, by_bias, inside)
+            _store_rows(row_parts, by_scale, num_m + j, row - row0, n)
+            _store_rows(row_parts, by_bias, 2 * num_m + j, row - row0, n)

@@ -89,7 +89,7 @@ class Backward:
         size, room = self.pairs.rows.element_size(), self.plan.workspace_bytes
         room = max(room - SPARE_BYTES, room // 2)
         # Of every tile: one that reached into the next panel would count its pairs twice.
-        unit = max(max(size.rows, size.cols) for size in self.ready.tiles[1:])
+        unit = max(max(tile.rows, tile.cols) for tile in self.ready.tiles[1:])
         if self.pairs.symmetric:
             side = balanced(n, int((room / size) ** 0.5), unit)
             return side, side

@@ -161,11 +161,9 @@ class _Forward:
                 cols, *cols.stride(), rows, *rows.stride(), index, self.col_norm, self.dot, m, n,
                 d, KIND=0, **size,
             )  # fmt: skip
-        scale = self.pairs.scale
         vectors.begin[(1,)](
-            self.head, self.flag, self.row_norm, self.col_norm, scale, scale, n, m,
-            HAS_BIAS=False, BLOCK=1024,
-        )  # fmt: skip
+            self.head, self.flag, self.row_norm, self.col_norm, self.pairs.scale, n, m, BLOCK=1024
+        )
 
     def _sums(self) -> None:
         """Column blocks in calls whose row sums fit; the last call makes the rows' stats."""

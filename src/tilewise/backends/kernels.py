@@ -10,7 +10,6 @@ import triton.language as tl
 
 # Where the positives are: `Pairs.kind`, as the kernels take it.
 KINDS = {"none": 0, "aligned": 1, "index": 2, "label": 3}
-NONE = tl.constexpr(0)
 ALIGNED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
 LABEL = tl.constexpr(3)

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from tilewise.backends.kernels import (
     ALIGNED,
-    BIAS,
     COL_POISON,
     FACTOR,
     INDEX,
@@ -95,8 +94,7 @@ def _store_scale(head, scale):
 
 
 @triton.jit
-def begin(head, flag, row_norm, col_norm, scale, bias, N, M, HAS_BIAS: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+def begin(head, flag, row_norm, col_norm, scale, N, M, BLOCK: tl.constexpr):
     """The head of a forward: scale, a fixed offset that no exponent exceeds by HEADROOM, poison."""
     factor, scale2 = _store_scale(head, scale)
     rows, row_spoilt = _longest(row_norm, N, BLOCK)
@@ -105,7 +103,6 @@ def begin(head, flag, row_norm, col_norm, scale, bias, N, M, HAS_BIAS: tl.conste
     offset = tl.maximum(0.0, bound - HEADROOM)
     bad = (bound < INF) == 0
     tl.store(head + OFFSET2, tl.where(bad, 0.0, offset))
-    tl.store(head + BIAS, tl.load(bias).to(tl.float32) if HAS_BIAS else 0.0)
     tl.store(head + ROW_POISON, row_spoilt + factor * 0.0)
     tl.store(head + COL_POISON, col_spoilt + factor * 0.0)
     tl.store(flag, tl.where(bad, 1, 0))
