@@ -65,7 +65,8 @@ VARIANTS = {
 VECTORS = {
     "measure": {"KIND": INDEX, "PRECISION": "tf32x3", "BLOCK": 16, "TD": 64},
     "begin": {"BLOCK": 1024},
-    "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True},
+    "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
+               "PARTS": 32, "BLOCK": 64},
     "finish_marked": {
         "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "COLS": True, "SUMS": True,
         "ON_FLAG": True,

@@ -69,15 +69,3 @@ def balanced(size: int, most: int, multiple: int) -> int:
     step = -(-size // pieces)
     return -(-step // multiple) * multiple
 
-
-def strips(row_tiles: int, blocks: int, processors: int) -> int:
-    """Into how many strips of row tiles to cut each column block, to fill the processors.
-
-    A program costs its tiles and about two more to begin and to end.
-    """
-
-    def cost(count: int) -> tuple[int, int]:
-        waves = -(-blocks * count // processors)
-        return waves * (-(-row_tiles // count) + 2), count
-
-    return min(range(1, min(row_tiles, 4 * processors) + 1), key=cost)

@@ -64,7 +64,7 @@ def dz_of_sums(
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0), flatten=True):
         i, j = _place(t, num_n, num_m, GROUP)
-        s = product(rows, cols, row0 + i * TN, col0 + j * TM, D, TN, TM, TD, PRECISION)
+        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD, PRECISION)
         halves = _halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
         row_own = tl.load(row_gain + row, row < N, other=0.0)[:, None]
@@ -150,7 +150,7 @@ def dz_of_marked(
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
         i, j = _place(t, num_n, num_m, GROUP)
-        s = product(rows, cols, row0 + i * TN, col0 + j * TM, D, TN, TM, TD, PRECISION)
+        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD, PRECISION)
         halves = _halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
         pulled = tl.zeros((TN,), tl.float32)
@@ -227,7 +227,7 @@ def dz_of_softplus(
         if EDGES:
             i, j = _edge(t, row0, col0, num_n, num_m, TN, TM)
             j = tl.where((j >= 0) & (j < num_m), j, 0)  # an innocent tile, done over for nothing
-        s = product(rows, cols, row0 + i * TN, col0 + j * TM, D, TN, TM, TD, PRECISION)
+        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD, PRECISION)
         halves = _halves(s)
         quarters = _halves(halves[0]) + _halves(halves[1])
         row = row0 + i * TN + tl.arange(0, TN)

@@ -134,7 +134,7 @@ class Backward:
         height, width = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
         count = triton.cdiv(height, size.rows) * triton.cdiv(width, size.cols)
         kernel[(min(count, size.programs * self.ready.processors),)](
-            *self.ready.descriptors(size),
+            *self.ready.descriptors(size, tile),
             TensorDescriptor.from_tensor(dz, [size.rows, size.cols // pieces]),
             self.head, *args, tile.row_start, tile.col_start, height, width, n, m,
             GROUP=size.group, **self.ready.product(size), **options,

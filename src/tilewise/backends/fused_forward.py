@@ -11,10 +11,9 @@ from tilewise.backends import kernels, vectors
 from tilewise.backends.plan import Plan
 from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for
 from tilewise.pairs import Pairs
-from tilewise.tiles import spans, strips
+from tilewise.tiles import Tile, balanced, spans
 
-# Most bytes for the row sums of one call of the forward; slots a program of a vector kernel takes.
-PART_BYTES = 2**25
+# Slots a program of a vector kernel takes.
 BLOCK = 256
 
 
@@ -53,11 +52,16 @@ class Ready(NamedTuple):
             "num_stages": size.stages,
         }
 
-    def descriptors(self, size: TileSize) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Rows and columns, to be loaded tile by tile."""
+    def descriptors(
+        self, size: TileSize, of: Tile | None = None
+    ) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Rows and columns, all or those of a panel, to be loaded tile by tile."""
+        rows, cols = self.rows, self.cols
+        if of is not None:
+            rows, cols = rows[of.rows], cols[of.cols]
         return (
-            TensorDescriptor.from_tensor(self.rows, [size.rows, size.features]),
-            TensorDescriptor.from_tensor(self.cols, [size.cols, size.features]),
+            TensorDescriptor.from_tensor(rows, [size.rows, size.features]),
+            TensorDescriptor.from_tensor(cols, [size.cols, size.features]),
         )
 
     def mirrored(self) -> "Ready":
@@ -170,53 +174,56 @@ class _Forward:
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
         marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
         size = self.ready.tiles.masked if marked else self.ready.tiles.sums
-        blocks = triton.cdiv(m, size.cols)
         # A ragged block goes last, on its own: all of its tiles are masked.
-        clean = 0 if marked else m // size.cols
-        per_call = min(blocks, max(1, PART_BYTES // (4 * n)))
-        calls = [(*span, False) for span in spans(clean, per_call)]
-        calls += [(clean + a, clean + b, True) for a, b in spans(blocks - clean, per_call)]
+        clean = 0 if marked else m // size.cols * size.cols
+        width = max(1, self.plan.workspace_bytes // (8 * n)) * size.cols
+        calls = [(*span, False) for span in spans(clean, balanced(m, width, size.cols))]
+        calls += [(clean + a, clean + b, True) for a, b in spans(m - clean, width)]
         rows = self.head.new_zeros(n, dtype=torch.float64)
         cols = rows if symmetric else rows.new_zeros(m)
         for first, last, masked in calls:
-            row_part, col_part, count = self._sums_of(size, first, last, masked)
-            self._finish(row_part, rows, last - first, (0, n), last == blocks and not symmetric)
+            row_part, col_part = self._sums_of(size, first, last, masked)
+            self._finish(row_part, rows, (0, n), last == m and not symmetric)
             if symmetric or self.columns:
-                span = (first * size.cols, (last - first) * size.cols)
-                self._finish(col_part, cols, count, span, not symmetric, cols=True)
+                self._finish(col_part, cols, (first, last - first), not symmetric, cols=True)
         if symmetric:
-            self._finish(rows, rows, 0, (0, n), True)
+            self._finish(row_part[:0], rows, (0, n), True)
 
     def _sums_of(
         self, size: TileSize, first: int, last: int, masked: bool
-    ) -> tuple[Tensor, Tensor, int]:
-        """Partial sums of all rows (blocks, N) and of some column blocks (strips, columns)."""
+    ) -> tuple[Tensor, Tensor]:
+        """Partial sums of all rows (blocks, N) and of columns [first, last), (parts, columns)."""
         n, m, _ = self.pairs.shape
-        symmetric, row_tiles = self.pairs.symmetric, triton.cdiv(n, size.rows)
-        count = strips(row_tiles, last - first, self.ready.processors)
-        # Above the diagonal some tiles of a block are not swept: their sums are 0.
-        row_part = (self.head.new_zeros if symmetric else self.head.new_empty)(last - first, n)
-        col_part = self.head.new_empty(count * (last - first) * size.cols)
-        kernels.sums[(last - first, count)](
-            *self.ready.descriptors(size), self.head, row_part, col_part, *self.ready.marks[:3],
-            n, m, first, triton.cdiv(row_tiles, count), FOLD=min(size.rows, 16 * size.warps),
-            UPPER=symmetric, COLUMNS=self.plan.columns or symmetric, MASKED=masked,
-            **self.ready.kind(), **self.ready.product(size),
+        symmetric, tiles = self.pairs.symmetric, triton.cdiv(n, size.rows)
+        blocks = triton.cdiv(last - first, size.cols)
+        # Above the diagonal blocks have unequal work: many small shares even that out.
+        share = triton.cdiv(tiles, 8)
+        if not symmetric:
+            share = triton.cdiv(blocks * tiles, size.programs * self.ready.processors)
+        # What nobody sweeps stays 0: tiles below the diagonal, parts that a block does not have.
+        row_part = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
+        col_part = self.head.new_zeros(triton.cdiv(tiles, share) + 1, last - first)
+        kernels.sums[(triton.cdiv(blocks * tiles, share),)](
+            *self.ready.descriptors(size, Tile(0, n, first, last)), self.head, row_part, col_part,
+            *self.ready.marks[:3], 0, first, n, last - first, n, m, share,
+            FOLD=min(size.rows, 16 * size.warps), UPPER=symmetric,
+            COLUMNS=self.plan.columns or symmetric, MASKED=masked, **self.ready.kind(),
+            **self.ready.product(size),
         )  # fmt: skip
-        return row_part, col_part, count
+        return row_part, col_part
 
     def _finish(
-        self, part: Tensor, total: Tensor, parts: int, span: tuple[int, int], last: bool,
-        cols: bool = False,
-    ) -> None:  # fmt: skip
+        self, part: Tensor, total: Tensor, span: tuple[int, int], last: bool, cols: bool = False
+    ) -> None:
+        """Add partial sums (parts, span) to a side's; the last ones make its stats."""
         n, m, _ = self.pairs.shape
         own = cols and not self.pairs.symmetric
         out, norm = (self.col_stats, self.col_norm) if own else (self.row_stats, self.row_norm)
         kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
-        vectors.finish[(triton.cdiv(span[1], BLOCK),)](
+        vectors.finish[(triton.cdiv(span[1], 64),)](
             part, total, out, self.head, self.flag, norm, self.dot, self.ready.marks[0],
-            parts, *span, *((m, n) if own else (n, m)), SYMMETRIC=self.pairs.symmetric, COLS=own,
-            LAST=last, BLOCK=BLOCK, **kind,
+            len(part), *span, *((m, n) if own else (n, m)), SYMMETRIC=self.pairs.symmetric,
+            COLS=own, LAST=last, PARTS=32, BLOCK=64, **kind,
         )  # fmt: skip
 
     def _marked(self, ready: Ready, on_flag: bool, cols: bool) -> None:

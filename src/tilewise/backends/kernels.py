@@ -91,55 +91,79 @@ def _fold(x, FOLD: tl.constexpr):
 
 
 @triton.jit
-def sums(
-    rows, cols, head, row_part, col_part, index, row_ids, col_ids, N, M, block0, tiles_per_strip,
+def _walk(
+    rows, cols, head, row_part, marks, block, first, last, row0, col0, n, N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, FOLD: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
     UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of exp2(z - offset) over the negatives of rows and of columns: one exp a pair.
+    """Walk down row tiles [first, last) of one column block; see `sums`.
 
-    Program (block, strip) walks down a strip of row tiles for one column block. The columns' sums
-    stay in registers, the rows' are one store a tile: row_part (blocks, N), col_part (strips,
-    blocks * TM). Unless MASKED all columns exist, and only tiles on the diagonal and at the ragged
-    end of the rows need a look at which pairs count: they come after the others.
+    The rows' sums are stored tile by tile, the columns' returned, folded.
     """
-    block, strip = tl.program_id(0), tl.program_id(1)
     offset2 = tl.load(head + OFFSET2)
-    part = row_part + wide(block) * N
-    col0 = (block0 + block) * TM
-    col = col0 + tl.arange(0, TM)
-    marks = (index, row_ids, col_ids)
+    part = row_part + wide(block) * n
+    local = block * TM
+    col = col0 + local + tl.arange(0, TM)
     folded = tl.zeros((FOLD // 16, 8, TM), tl.float32)
-    first = strip * tiles_per_strip
-    last = tl.minimum(first + tiles_per_strip, tl.cdiv(N, TN))
-    diagonal = col0 // TN
+    # The one tile with pairs (i, i); it may lie above the panel or below it.
+    diagonal = tl.where(col0 + local >= row0, (col0 + local - row0) // TN, -1)
     if UPPER:
         last = tl.minimum(last, diagonal + 1)
     stop, meets = first, 0
     if not MASKED:
-        stop = tl.maximum(tl.minimum(last, N // TN), first)
+        stop = tl.maximum(tl.minimum(last, n // TN), first)
         if KIND == ALIGNED or SELF or UPPER:
             meets = ((diagonal >= first) & (diagonal < stop)).to(tl.int32)
         for k in tl.range(first, stop - meets, flatten=True):
             i = k + meets * (k >= diagonal).to(tl.int32)
-            s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
+            s = product(rows, cols, i * TN, local, D, TN, TM, TD, PRECISION)
             p = exp_scaled(s, head, offset2)
             tl.store(part + i * TN + tl.arange(0, TN), tl.sum(p, 1))
             if COLUMNS:
                 folded += _fold(p, FOLD)
     for k in tl.range(stop - meets, last, flatten=MASKED):
         i = tl.where((k < stop) & (meets > 0), diagonal, k)
-        row = i * TN + tl.arange(0, TN)
-        s = product(rows, cols, i * TN, col0, D, TN, TM, TD, PRECISION)
+        at = i * TN + tl.arange(0, TN)
+        s = product(rows, cols, i * TN, local, D, TN, TM, TD, PRECISION)
         p = exp_scaled(s, head, offset2)
-        p = tl.where(which(row, col, N, M, marks, KIND, IDS, SELF, UPPER)[1], p, 0.0)
-        tl.store(part + row, tl.sum(p, 1), row < N)
+        p = tl.where(which(row0 + at, col, N, M, marks, KIND, IDS, SELF, UPPER)[1], p, 0.0)
+        tl.store(part + at, tl.sum(p, 1), at < n)
         if COLUMNS:
             folded += _fold(p, FOLD)
-    if COLUMNS:
-        at = col_part + strip * tl.num_programs(0) * TM + block * TM + tl.arange(0, TM)
-        tl.store(at, tl.sum(tl.sum(folded, 0), 0), col < M)
+    return folded
+
+
+@triton.jit
+def sums(
+    rows, cols, head, row_part, col_part, index, row_ids, col_ids, row0, col0, n, m, N, M, share,
+    D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sums of exp2(z - offset) over the negatives of rows and of columns: one exp a pair.
+
+    Of rows (n, D) from row0 on against columns (m, D) from col0 on. All tiles, column block by
+    column block, are shared out evenly: a program takes the next `share` of them and walks down
+    its part of each block. The columns' sums stay in registers meanwhile, the rows' are one store
+    a tile: row_part (blocks, n); col_part (programs that met a block, m). Unless MASKED all columns
+    exist, and only tiles on the diagonal and at the ragged end of the rows need a look at which
+    pairs count: they come after the others.
+    """
+    tiles = tl.cdiv(n, TN)
+    start = tl.program_id(0) * share
+    stop = tl.minimum(start + share, tiles * tl.cdiv(m, TM))
+    marks = (index, row_ids, col_ids)
+    for block in range(start // tiles, tl.cdiv(stop, tiles)):
+        first = tl.maximum(start - block * tiles, 0)
+        last = tl.minimum(stop - block * tiles, tiles)
+        folded = _walk(rows, cols, head, row_part, marks, block, first, last, row0, col0, n, N, M,
+                       D, TN, TM, TD, FOLD, PRECISION, KIND, IDS, SELF, UPPER, COLUMNS,
+                       MASKED)  # fmt: skip
+        if COLUMNS:
+            slot = tl.program_id(0) - block * tiles // share
+            at = block * TM + tl.arange(0, TM)
+            tl.store(col_part + wide(slot) * m + at, tl.sum(tl.sum(folded, 0), 0), at < m)
 
 
 @triton.jit

@@ -48,14 +48,14 @@ HOPPER = Tiles(
 # Not measured: tiles that compile without spilling.
 BLACKWELL = Tiles(
     sums=TileSize(128, 64, 64, 4, 4),
-    masked=TileSize(128, 64, 64, 4, 4, 16),
+    masked=TileSize(64, 64, 64, 4, 4, 16),
     dz=TileSize(128, 128, 64, 4, 4, 16),
     softplus=TileSize(128, 64, 64, 4, 4, 16),
     marked=TileSize(64, 32, 64, 4, 3, 16),
 )
 # 163 KiB of shared memory, no asynchronous products: smaller tiles, fewer stages.
 AMPERE = Tiles(
-    sums=TileSize(128, 64, 64, 8, 3),
+    sums=TileSize(128, 64, 32, 8, 3),
     masked=TileSize(128, 64, 64, 8, 3, 16),
     dz=TileSize(128, 128, 64, 8, 3, 16),
     softplus=TileSize(128, 128, 64, 8, 3, 16),

@@ -158,7 +158,7 @@ def _one_positive(dot, index, norm, head, at, size, others, KIND: tl.constexpr,
 def finish(
     part, more, out, head, flag, norm, dot, index, parts, first, span, size, others,
     KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, COLS: tl.constexpr,
-    LAST: tl.constexpr, BLOCK: tl.constexpr,
+    LAST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add partial sums (parts, span) to slots from `first` on of `more` (size,), in fp64.
 
@@ -169,10 +169,13 @@ def finish(
     at = first + local
     inside = (local < span) & (at < size)
     total = tl.load(more + at, inside, other=0.0)
-    part += local
-    for _ in range(parts):
-        total += tl.load(part, inside, other=0.0).to(tl.float64)
-        part += span
+    # PARTS of them at a time: one by one, each load would wait for the last.
+    found = tl.zeros((PARTS, BLOCK), tl.float64)
+    for k in range(0, parts, PARTS):
+        at_part = k + tl.arange(0, PARTS)
+        there = part + at_part.to(tl.int64)[:, None] * span + local[None, :]
+        found += tl.load(there, (at_part < parts)[:, None] & inside[None, :], other=0.0)
+    total += tl.sum(found, 0)
     if not LAST:
         tl.store(more + at, total, inside)
     else:
