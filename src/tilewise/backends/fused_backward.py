@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import dz as dz_kernels
-from tilewise.backends import kernels, vectors
+from tilewise.backends import hopper, kernels, vectors
 from tilewise.backends.blocks import narrow, row_spans, store
 from tilewise.backends.fused_forward import BLOCK, make_ready
 from tilewise.backends.plan import Grads, Needs, Plan
@@ -140,6 +140,17 @@ class Backward:
             GROUP=size.group, **self.ready.product(size), **options,
         )  # fmt: skip
 
+    def _launch_in_turn(
+        self, kernel: Any, size: TileSize, panel: Panel, *args: Any, **options: Any
+    ) -> None:
+        """A kernel of `hopper` over the tiles of a panel."""
+        tile, dz = panel
+        n, m, d = self.pairs.shape
+        kernel[(self.ready.processors,)](
+            *self.ready.in_turn(size, tile, dz), self.head, *args, tile.row_start, tile.col_start,
+            *dz.shape, n, m, D=d, STAGES=size.stages, GROUP=size.group, num_warps=4, **options,
+        )  # fmt: skip
+
     # Log-sum-exp
 
     def log_sums(self, stats: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor]) -> Grads:
@@ -189,10 +200,16 @@ class Backward:
         width = triton.cdiv(panel.dz.shape[1], min(tiles.dz.cols, tiles.marked.cols))
         parts = self.head.new_zeros(width if scaled else 0, panel.dz.shape[0])
         flags = {"COLUMNS": both, "SCALED": scaled}
-        if not marked:
+        args = (self.flag, row_vectors[0], col_vectors[0], parts)
+        if not marked and self.ready.turns is not None:
+            aligned = self.pairs.skip_self or self.pairs.kind == "aligned"
+            self._launch_in_turn(
+                hopper.dz_of_sums, self.ready.turns.dz, panel, *args, DIAGONAL=aligned, **flags
+            )
+        elif not marked:
             self._launch(
-                dz_kernels.dz_of_sums, tiles.dz, panel, self.flag, row_vectors[0], col_vectors[0],
-                parts, KIND=kind["KIND"], SELF=kind["SELF"], **flags,
+                dz_kernels.dz_of_sums, tiles.dz, panel, *args, KIND=kind["KIND"],
+                SELF=kind["SELF"], **flags,
             )  # fmt: skip
         self._launch(
             dz_kernels.dz_of_marked, tiles.marked, panel, self.flag, row_vectors, col_vectors,
@@ -280,7 +297,8 @@ class Backward:
     def _softplus_size(self) -> tuple[TileSize, bool]:
         """The tile, and whether all tiles of it are masked."""
         marked = self.pairs.row_ids is not None or self.pairs.kind in ("index", "label")
-        return self.ready.tiles.masked if marked else self.ready.tiles.softplus, marked
+        tiles = self.ready.turns or self.ready.tiles
+        return tiles.masked if marked else tiles.softplus, marked
 
     def _softplus_parts(self, panel: Panel, count: int) -> Tensor:
         """Row sums by column tile, of softplus or of dz too; see the kernel. (count, tiles, n)"""
@@ -294,6 +312,12 @@ class Backward:
         size, marked = self._softplus_size()
         for masked, edges in ((True, False),) if marked else ((False, False), (True, True)):
             if edges and not _meets_an_edge(panel.tile, size):
+                continue
+            if not masked and self.ready.turns is not None and options["GRADS"]:
+                self._launch_in_turn(
+                    hopper.dz_of_softplus, size, panel, *args[:3], COLUMNS=options["COLUMNS"],
+                    VALUES=options["VALUES"], SCALED=options["SCALED"],
+                )  # fmt: skip
                 continue
             self._launch(
                 dz_kernels.dz_of_softplus, size, panel, *args, *self.ready.marks,

@@ -1,20 +1,26 @@
 """Launching the forward kernels: pairs made ready for them, and the sums of rows and columns."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends import kernels, vectors
+from tilewise.backends import hopper, kernels, vectors
 from tilewise.backends.plan import Plan
-from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for
+from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for, tiles_in_turn
 from tilewise.pairs import Pairs
 from tilewise.tiles import Tile, balanced, spans
 
 # Slots a program of a vector kernel takes.
 BLOCK = 256
+PANEL_ROWS = 8192
+# Programs of `hopper.sums` that share their columns.
+LANES = 4
 
 
 class Ready(NamedTuple):
@@ -25,6 +31,7 @@ class Ready(NamedTuple):
     cols: Tensor
     marks: tuple[Tensor, ...]  # positives' columns, row and column ids, row and column labels
     tiles: Tiles
+    turns: Tiles | None  # of the kernels in `hopper`, where they run
     processors: int
 
     def kind(self) -> dict[str, Any]:
@@ -64,6 +71,18 @@ class Ready(NamedTuple):
             TensorDescriptor.from_tensor(cols, [size.cols, size.features]),
         )
 
+    def in_turn(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
+        """What a kernel of `hopper` loads from and stores to, as it takes them."""
+        layout = gl.NVMMASharedLayout(128, 8 * self.rows.element_size(), 2)
+        blocks = [(self.rows[of.rows], size.rows), (self.cols[of.cols], size.cols)]
+        made = [
+            gluon.TensorDescriptor.from_tensor(x, [n, size.features], layout) for x, n in blocks
+        ]
+        if out is not None:
+            shape = [size.rows, size.cols]
+            made.append(gluon.TensorDescriptor.from_tensor(out, shape, layout))
+        return made
+
     def mirrored(self) -> "Ready":
         """The columns as rows: positives that are aligned or by label are so from both sides."""
         index, row_ids, col_ids, row_labels, col_labels = self.marks
@@ -84,7 +103,7 @@ def make_ready(pairs: Pairs) -> Ready:
         for a, b in ((pairs.row_ids, pairs.col_ids), (pairs.row_labels, pairs.col_labels))
     )
     rows = _strided(pairs.rows)
-    count = 4
+    target, count = target_of(device), 4
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
     return Ready(
@@ -92,7 +111,8 @@ def make_ready(pairs: Pairs) -> Ready:
         rows,
         rows if pairs.cols is None else _strided(pairs.cols),
         (index, *ids, *labels),
-        tiles_for(target_of(device), rows.dtype),
+        tiles_for(target, rows.dtype),
+        tiles_in_turn(target, rows.dtype),
         count,
     )
 
@@ -170,43 +190,71 @@ class _Forward:
         )
 
     def _sums(self) -> None:
-        """Column blocks in calls whose row sums fit; the last call makes the rows' stats."""
+        """Panel after panel, small enough for the rows to stay in L2 while all columns pass by."""
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
-        marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
-        size = self.ready.tiles.masked if marked else self.ready.tiles.sums
-        # A ragged block goes last, on its own: all of its tiles are masked.
-        clean = 0 if marked else m // size.cols * size.cols
-        width = max(1, self.plan.workspace_bytes // (8 * n)) * size.cols
-        calls = [(*span, False) for span in spans(clean, balanced(m, width, size.cols))]
-        calls += [(clean + a, clean + b, True) for a, b in spans(m - clean, width)]
         rows = self.head.new_zeros(n, dtype=torch.float64)
         cols = rows if symmetric else rows.new_zeros(m)
-        for first, last, masked in calls:
-            row_part, col_part = self._sums_of(size, first, last, masked)
-            self._finish(row_part, rows, (0, n), last == m and not symmetric)
+        for tile, size, masked in self._panels():
+            row_part, col_part = self._sums_of(tile, size, masked)
+            span = tile.row_start, tile.row_stop - tile.row_start
+            self._finish(row_part, rows, span, tile.col_stop == m and not symmetric)
             if symmetric or self.columns:
-                self._finish(col_part, cols, (first, last - first), not symmetric, cols=True)
+                span = tile.col_start, tile.col_stop - tile.col_start
+                self._finish(col_part, cols, span, tile.row_stop == n and not symmetric, cols=True)
         if symmetric:
             self._finish(row_part[:0], rows, (0, n), True)
 
-    def _sums_of(
-        self, size: TileSize, first: int, last: int, masked: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Partial sums of all rows (blocks, N) and of columns [first, last), (parts, columns)."""
+    def _panels(self) -> Iterator[tuple[Tile, TileSize, bool]]:
+        """Panels to sweep, the tile for each, and whether all tiles of it are masked."""
         n, m, _ = self.pairs.shape
+        size, masked = self._size()
+        # A ragged block goes last, on its own: all of its tiles are masked.
+        clean = m if size is self._turn else 0 if masked else m // size.cols * size.cols
+        for rows in spans(n, PANEL_ROWS):
+            width = max(1, self.plan.workspace_bytes // (8 * (rows[1] - rows[0]))) * size.cols
+            for cols in spans(clean, balanced(m, width, size.cols)):
+                yield Tile(*rows, *cols), size, masked
+            for start, stop in spans(m - clean, width):
+                yield Tile(*rows, clean + start, clean + stop), size, True
+
+    @property
+    def _turn(self) -> TileSize | None:
+        """The tile of `hopper.sums`, if it can do this."""
+        marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
+        turns = self.ready.turns
+        return None if marked or self.pairs.symmetric or turns is None else turns.sums
+
+    def _size(self) -> tuple[TileSize, bool]:
+        marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
+        tiles = self.ready.tiles
+        return self._turn or (tiles.masked if marked else tiles.sums), marked
+
+    def _sums_of(self, tile: Tile, size: TileSize, masked: bool) -> tuple[Tensor, Tensor]:
+        """Partial sums of a panel's rows (blocks, n) and of its columns (parts, m)."""
+        n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
         symmetric, tiles = self.pairs.symmetric, triton.cdiv(n, size.rows)
-        blocks = triton.cdiv(last - first, size.cols)
+        blocks = triton.cdiv(m, size.cols)
+        lanes = 1 if self._turn is None else LANES
         # Above the diagonal blocks have unequal work: many small shares even that out.
         share = triton.cdiv(tiles, 8)
         if not symmetric:
-            share = triton.cdiv(blocks * tiles, size.programs * self.ready.processors)
+            share = triton.cdiv(blocks * tiles, max(1, self.ready.processors // lanes))
         # What nobody sweeps stays 0: tiles below the diagonal, parts that a block does not have.
         row_part = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
-        col_part = self.head.new_zeros(triton.cdiv(tiles, share) + 1, last - first)
-        kernels.sums[(triton.cdiv(blocks * tiles, share),)](
-            *self.ready.descriptors(size, Tile(0, n, first, last)), self.head, row_part, col_part,
-            *self.ready.marks[:3], 0, first, n, last - first, n, m, share,
-            FOLD=min(size.rows, 16 * size.warps), UPPER=symmetric,
+        groups = 1 if self._turn is None else 2 * lanes
+        col_part = self.head.new_zeros(groups * (triton.cdiv(tiles, share) + 1), m)
+        grid = (lanes * triton.cdiv(blocks * tiles, share),)
+        where = (tile.row_start, tile.col_start, n, m, *self.pairs.shape[:2], share)
+        if self._turn is not None:
+            hopper.sums[grid](
+                *self.ready.in_turn(size, tile), self.head, row_part, col_part, *where,
+                D=self.pairs.shape[2], STAGES=size.stages, LANES=lanes, COLUMNS=self.plan.columns,
+                DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", num_warps=4,
+            )  # fmt: skip
+            return row_part, col_part
+        kernels.sums[grid](
+            *self.ready.descriptors(size, tile), self.head, row_part, col_part,
+            *self.ready.marks[:3], *where, FOLD=min(size.rows, 16 * size.warps), UPPER=symmetric,
             COLUMNS=self.plan.columns or symmetric, MASKED=masked, **self.ready.kind(),
             **self.ready.product(size),
         )  # fmt: skip

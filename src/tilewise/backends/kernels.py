@@ -48,7 +48,7 @@ def wide(x):
 @triton.jit
 def exp_scaled(s, head, offset2):
     """exp2(z - offset) of products of features, z in units of log 2."""
-    return tl.exp2(s * tl.load(head + SCALE2) + (s * tl.load(head + LOW) - offset2))
+    return tl.exp2(s * tl.load(head + LOW) + (s * tl.load(head + SCALE2) - offset2))
 
 
 @triton.jit

@@ -45,6 +45,14 @@ HOPPER = Tiles(
     softplus=TileSize(128, 256, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
 )
+# Of `hopper`, whose two groups of warps have a tile each.
+IN_TURN = Tiles(
+    sums=TileSize(128, 128, 64, 4, 6),
+    masked=HOPPER.masked,
+    dz=TileSize(128, 128, 64, 4, 5, 16),
+    softplus=TileSize(128, 128, 64, 4, 5, 16),
+    marked=HOPPER.marked,
+)
 # Not measured: tiles that compile without spilling.
 BLACKWELL = Tiles(
     sums=TileSize(128, 64, 64, 4, 4),
@@ -96,6 +104,11 @@ def tiles_for(target: Target, dtype: torch.dtype) -> Tiles:
     else:
         tiles = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}.get(target.version, AMPERE)
     return tiles if dtype.itemsize == 2 else Tiles(*map(_for_fp32, tiles))
+
+
+def tiles_in_turn(target: Target, dtype: torch.dtype) -> Tiles | None:
+    """The tiles of `hopper`, where it runs."""
+    return IN_TURN if target == ("cuda", 90) and dtype.itemsize == 2 else None
 
 
 def _for_fp32(size: TileSize) -> TileSize:

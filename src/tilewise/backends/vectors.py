@@ -78,18 +78,13 @@ def _longest(norm, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_scale(head, scale):
-    """The scale, and in units of log 2 in two parts; returned as both.
-
-    Beside an offset the low part would be lost. Forward and backward choose theirs apart but must
-    see the same logits, so a scale that may need an offset goes without.
-    """
+    """The scale, and in units of log 2 in two parts; returned as both."""
     factor = tl.load(scale).to(tl.float32)
     exact = factor.to(tl.float64) * LOG2E
     high = exact.to(tl.float32)
     tl.store(head + SCALE, factor)
     tl.store(head + SCALE2, high)
-    low = (exact - high.to(tl.float64)).to(tl.float32)
-    tl.store(head + LOW, tl.where(tl.abs(high) <= 60.0, low, 0.0))
+    tl.store(head + LOW, (exact - high.to(tl.float64)).to(tl.float32))
     return factor, high
 
 

@@ -1,0 +1,450 @@
+"""The main kernels for Hopper, in Gluon: one group of warps multiplies, one makes use of it.
+
+A warp loads, two groups of four take tile after tile in turn. While one has the tensor cores, the
+other folds or stores what it has just multiplied, so that exp and stores are hidden. The meaning
+of each kernel is that of its namesake in `kernels` and `dz`, which other devices run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+SCALE2 = gl.constexpr(0)
+OFFSET2 = gl.constexpr(1)
+SCALE = gl.constexpr(2)
+BIAS = gl.constexpr(3)
+LOW = gl.constexpr(8)
+LOG2E = gl.constexpr(1.4426950408889634)
+INF = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def _place(t, num_n, num_m, GROUP: gl.constexpr):
+    """`dz._place`."""
+    first = t // (GROUP * num_m) * GROUP
+    height = gl.minimum(num_n - first, GROUP)
+    rest = t % (GROUP * num_m)
+    return first + rest % height, rest // height
+
+
+@gluon.jit
+def _ring(rows, cols, STAGES: gl.constexpr):
+    """Slots for features on their way, and barriers: filled, emptied, whose turn it is."""
+    TN: gl.constexpr = rows.block_type.shape[0]
+    TM: gl.constexpr = cols.block_type.shape[0]
+    TD: gl.constexpr = rows.block_type.shape[1]
+    left = gl.allocate_shared_memory(rows.dtype, [STAGES, TN, TD], rows.layout)
+    right = gl.allocate_shared_memory(cols.dtype, [STAGES, TM, TD], cols.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(STAGES):
+        mbarrier.init(full.index(k), 1)
+        mbarrier.init(empty.index(k), 1)
+    for k in gl.static_range(2):
+        mbarrier.init(turn.index(k), 1)
+    fence_async_shared()
+    return left, right, full, empty, turn
+
+
+@gluon.jit
+def _load_tile(rows, cols, ring, k, i, j, D: gl.constexpr):
+    """Load the features of a tile into slots from number k on, as they become empty."""
+    left, right, full, empty, _ = ring
+    STAGES: gl.constexpr = left.shape[0]
+    TN: gl.constexpr = left.shape[1]
+    TM: gl.constexpr = right.shape[1]
+    TD: gl.constexpr = left.shape[2]
+    BYTES: gl.constexpr = (TN + TM) * TD * rows.dtype.primitive_bitwidth // 8
+    for d in range(0, D, TD):
+        slot = k % STAGES
+        mbarrier.wait(empty.index(slot), k // STAGES & 1 ^ 1)
+        mbarrier.expect(full.index(slot), BYTES)
+        tma.async_copy_global_to_shared(rows, [i * TN, d], full.index(slot), left.index(slot))
+        tma.async_copy_global_to_shared(cols, [j * TM, d], full.index(slot), right.index(slot))
+        k += 1
+    return k
+
+
+@gluon.jit
+def _load(rows, cols, ring, count, num_n, num_m, D: gl.constexpr, GROUP: gl.constexpr):
+    k = 0
+    for t in range(gl.program_id(0), count, gl.num_programs(0)):
+        i, j = _place(t, num_n, num_m, GROUP)
+        k = _load_tile(rows, cols, ring, k, i, j, D)
+
+
+@gluon.jit
+def _product(ring, count, D: gl.constexpr, ME: gl.constexpr):
+    """Products of features (TN, TM) of this group's tile number `count`, when it has its turn."""
+    left, right, full, empty, turn = ring
+    STAGES: gl.constexpr = left.shape[0]
+    TN: gl.constexpr = left.shape[1]
+    TM: gl.constexpr = right.shape[1]
+    STEPS: gl.constexpr = (D + left.shape[2] - 1) // left.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TM, 16])
+    k = (2 * count + ME) * STEPS
+    mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
+    s = gl.zeros((TN, TM), gl.float32, layout=layout)
+    for step in range(STEPS):
+        slot = k % STAGES
+        mbarrier.wait(full.index(slot), k // STAGES & 1)
+        s = warpgroup_mma(
+            left.index(slot), right.index(slot).permute((1, 0)), s, use_acc=step > 0, is_async=True
+        )
+        s = warpgroup_mma_wait(1, deps=(s,))
+        mbarrier.arrive(empty.index((k + STAGES - 1) % STAGES), pred=step > 0)
+        k += 1
+    mbarrier.arrive(turn.index(1 - ME))
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(empty.index((k + STAGES - 1) % STAGES))
+    return s
+
+
+@gluon.jit
+def _exp_scaled(s, head):
+    """exp2(z - offset) of products of features, z in units of log 2."""
+    z = s * gl.load(head + SCALE2) - gl.load(head + OFFSET2)
+    return gl.exp2(s * gl.load(head + LOW) + z)
+
+
+@gluon.jit
+def _slots(s, row, col):
+    """Rows (TN,) and columns (TM,) of a tile `s` that begins at (row, col)."""
+    rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    cols = col + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    return rows, cols
+
+
+@gluon.jit
+def _mixed(s, row, col, N, M, DIAGONAL: gl.constexpr):
+    """Whether a tile at (row, col) has pairs that are no negatives: (i, i), or past the edge."""
+    past = (row + s.shape[0] > N) | (col + s.shape[1] > M)
+    if DIAGONAL:
+        past = past | ((row < col + s.shape[1]) & (col < row + s.shape[0]))
+    return past
+
+
+@gluon.jit
+def _negative(row, col, N, M, DIAGONAL: gl.constexpr):
+    row, col = gl.expand_dims(row, 1), gl.expand_dims(col, 0)
+    inside = (row < N) & (col < M)
+    if DIAGONAL:
+        inside = inside & (row != col)
+    return inside
+
+
+@gluon.jit
+def _halves(s):
+    return gl.split(gl.permute(gl.reshape(s, (s.shape[0], 2, s.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _quarters(s):
+    """A tile (TN, TM) in four, left to right: what is made of one fits beside the others."""
+    left, right = _halves(s)
+    return _halves(left) + _halves(right)
+
+
+@gluon.jit
+def _eighths(s):
+    first, second, third, fourth = _quarters(s)
+    return _halves(first) + _halves(second) + _halves(third) + _halves(fourth)
+
+
+@gluon.jit
+def _store_rows(part, sums, j, row, row0, n):
+    """Row sums of column tile j: part (tiles, n), rows counted from the panel's first."""
+    local = row - row0
+    gl.store(part + j.to(gl.int64) * n + local, sums, local < n)
+
+
+# Forward
+
+
+@gluon.jit
+def _fold(x):
+    """Column sums of a tile, left as partial ones (4, 8, TM): no lane waits for another.
+
+    A thread holds rows r and r + 8 of every 16, and so it does 64 rows further down.
+    """
+    parts = gl.reshape(x, (x.shape[0] // 64, 4, 2, 8, x.shape[1]))
+    return gl.sum(gl.sum(parts, 2), 0)
+
+
+@gluon.jit
+def _blocks(share, num_n, num_m, LANES: gl.constexpr):
+    """Column blocks that a group of LANES programs takes: its share of all tiles, in order."""
+    start = gl.program_id(0) // LANES * share
+    return start // num_n, gl.minimum(gl.cdiv(start + share, num_n), num_m)
+
+
+@gluon.jit
+def _strip(block, share, num_n, LANES: gl.constexpr):
+    """Row tiles of a block that this program walks down: of its group's, an equal part."""
+    start = gl.program_id(0) // LANES * share - block * num_n
+    lane = gl.program_id(0) % LANES
+    first, last = gl.maximum(start, 0), gl.minimum(start + share, num_n)
+    return first + lane * (last - first) // LANES, first + (lane + 1) * (last - first) // LANES
+
+
+@gluon.jit
+def _load_strips(
+    rows, cols, ring, share, num_n, num_m, D: gl.constexpr, LANES: gl.constexpr
+):  # fmt: skip
+    k = 0
+    begin, end = _blocks(share, num_n, num_m, LANES)
+    for block in range(begin, end):
+        first, last = _strip(block, share, num_n, LANES)
+        for i in range(first, last):
+            k = _load_tile(rows, cols, ring, k, i, block, D)
+
+
+@gluon.jit
+def _sum_strips(
+    ring, head, parts, panel, share, ME: gl.constexpr, D: gl.constexpr, LANES: gl.constexpr,
+    DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    row_part, col_part = parts
+    row0, col0, n, m, N, M = panel
+    TN: gl.constexpr = ring[0].shape[1]
+    TM: gl.constexpr = ring[1].shape[1]
+    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TM, 16])
+    done, before = 0, 0  # tiles of this group of warps, and of both
+    begin, end = _blocks(share, num_n, num_m, LANES)
+    for block in range(begin, end):
+        first, last = _strip(block, share, num_n, LANES)
+        folded = _fold(gl.zeros((TN, TM), gl.float32, layout=layout))
+        for i in range(first + (before + ME) % 2, last, 2):
+            s = _product(ring, done, D, ME)
+            done += 1
+            p = _exp_scaled(s, head)
+            row, col = _slots(s, row0 + i * TN, col0 + block * TM)
+            if _mixed(s, row0 + i * TN, col0 + block * TM, N, M, DIAGONAL):
+                p = gl.where(_negative(row, col, N, M, DIAGONAL), p, 0.0)
+            _store_rows(row_part, gl.sum(p, 1), block, row, row0, n)
+            if COLUMNS:
+                folded += _fold(p)
+        before += last - first
+        if COLUMNS:
+            sums = gl.sum(gl.sum(folded, 0), 0)
+            local = block * TM + gl.arange(0, TM, layout=sums.type.layout)
+            slot = 2 * (gl.program_id(0) - block * num_n // share * LANES) + ME
+            gl.store(col_part + slot.to(gl.int64) * m + local, sums, local < m)
+
+
+@gluon.jit
+def sums(
+    rows, cols, head, row_part, col_part, row0, col0, n, m, N, M, share,
+    D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """`kernels.sums`, where a share is that of LANES programs side by side in the same columns.
+
+    They walk down a block in LANES strips, so that fewer blocks are at work and stay in L2.
+    col_part (2 * programs that met a block, m) takes the sums of both groups of warps.
+    """
+    ring = _ring(rows, cols, STAGES)
+    num_n = gl.cdiv(n, ring[0].shape[1])
+    num_m = gl.cdiv(m, ring[1].shape[1])
+    parts, panel = (row_part, col_part), (row0, col0, n, m, N, M)
+    gl.warp_specialize(
+        [
+            (_sum_strips, (ring, head, parts, panel, share, 0, D, LANES, DIAGONAL, COLUMNS)),
+            (_sum_strips, (ring, head, parts, panel, share, 1, D, LANES, DIAGONAL, COLUMNS)),
+            (_load_strips, (rows, cols, ring, share, num_n, num_m, D, LANES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+# Backward
+
+
+@gluon.jit
+def _dz_tile(
+    s, staging, head, gains, scale_part, panel, i, j,
+    DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    row_gain, col_gain = gains
+    row0, col0, n, _, N, M = panel
+    WIDTH: gl.constexpr = s.shape[1] // 4
+    pieces = _quarters(s)
+    row, _ = _slots(pieces[0], row0 + i * s.shape[0], 0)
+    row_own = gl.expand_dims(gl.load(row_gain + row, row < N, other=0.0), 1)
+    pulled = gl.zeros_like(pieces[0])
+    for h in gl.static_range(4):
+        _, col = _slots(pieces[h], 0, col0 + j * s.shape[1] + h * WIDTH)
+        x = _exp_scaled(pieces[h], head)
+        if COLUMNS:
+            col_own = gl.load(col_gain + col, col < M, other=0.0)
+            x = x * (row_own + gl.expand_dims(col_own, 0))
+        else:
+            x = x * row_own
+        if SCALED:
+            if MASKED:
+                x = gl.where(_negative(row, col, N, M, DIAGONAL), x, 0.0)
+            pulled += x * pieces[h]
+        staging.slice(h * WIDTH, WIDTH, 1).store(x.to(staging.dtype))
+    if SCALED:
+        _store_rows(scale_part, gl.sum(pulled, 1), j, row, row0, n)
+
+
+@gluon.jit
+def _dz_tiles(
+    dz, staging, ring, head, gains, scale_part, panel, count, ME: gl.constexpr, D: gl.constexpr,
+    GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    row0, col0, n, m, N, M = panel
+    TN: gl.constexpr = ring[0].shape[1]
+    TM: gl.constexpr = ring[1].shape[1]
+    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
+    programs, done = gl.num_programs(0), 0
+    for t in range(gl.program_id(0) + ME * programs, count, 2 * programs):
+        i, j = _place(t, num_n, num_m, GROUP)
+        s = _product(ring, done, D, ME)
+        done += 1
+        # Past the edge the product is 0, but dz may be infinite.
+        tma.store_wait(0)
+        if SCALED and _mixed(s, row0 + i * TN, col0 + j * TM, N, M, DIAGONAL):
+            _dz_tile(s, staging, head, gains, scale_part, panel, i, j, DIAGONAL, COLUMNS, True,
+                     True)  # fmt: skip
+        else:
+            _dz_tile(s, staging, head, gains, scale_part, panel, i, j, DIAGONAL, COLUMNS, SCALED,
+                     False)  # fmt: skip
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dz, [i * TN, j * TM], staging)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def dz_of_sums(
+    rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M,
+    D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, DIAGONAL: gl.constexpr,
+    COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """`dz.dz_of_sums`."""
+    ring = _ring(rows, cols, STAGES)
+    TN: gl.constexpr = ring[0].shape[1]
+    TM: gl.constexpr = ring[1].shape[1]
+    staging = gl.allocate_shared_memory(dz.dtype, [2, TN, TM], dz.layout)
+    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
+    count = gl.where(gl.load(flag) == 0, num_n * num_m, 0)
+    gains, panel = (row_gain, col_gain), (row0, col0, n, m, N, M)
+    gl.warp_specialize(
+        [
+            (_dz_tiles, (dz, staging.index(0), ring, head, gains, scale_part, panel, count, 0, D,
+                         GROUP, DIAGONAL, COLUMNS, SCALED)),
+            (_dz_tiles, (dz, staging.index(1), ring, head, gains, scale_part, panel, count, 1, D,
+                         GROUP, DIAGONAL, COLUMNS, SCALED)),
+            (_load, (rows, cols, ring, count, num_n, num_m, D, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _softplus_and_sigmoid(z):
+    """`dz._softplus_and_sigmoid`."""
+    e = gl.exp2(-gl.abs(z) * LOG2E)
+    p = 0.0052326907003707275 * e - 0.02950522945971831
+    p = p * e + 0.07822594261240705
+    p = p * e - 0.13663245674572286
+    p = p * e + 0.19106006725651947
+    p = p * e - 0.24842982801257818
+    p = p * e + 0.33319096499779194
+    p = p * e - 0.49999491160576953
+    p = (p * e + 0.9999999866502418) * e
+    return gl.maximum(z, 0.0) + p, gl.exp2((gl.minimum(z, 0.0) - p) * LOG2E)
+
+
+@gluon.jit
+def _softplus_tile(
+    s, staging, head, weights, row_parts, panel, i, j, num_m,
+    COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    row_weight, col_weight = weights
+    row0, col0, n, _, N, M = panel
+    WIDTH: gl.constexpr = s.shape[1] // 8
+    pieces = _eighths(s)
+    scale, bias = gl.load(head + SCALE), gl.load(head + BIAS)
+    row, _ = _slots(pieces[0], row0 + i * s.shape[0], 0)
+    row_own = gl.expand_dims(gl.load(row_weight + row, row < N, other=0.0), 1)
+    values = gl.zeros_like(pieces[0])
+    by_scale, by_bias = values, values
+    for h in gl.static_range(8):
+        value, x = _softplus_and_sigmoid(pieces[h] * scale + bias)
+        if VALUES:
+            values += value
+        if COLUMNS:
+            _, col = _slots(pieces[h], 0, col0 + j * s.shape[1] + h * WIDTH)
+            col_own = gl.load(col_weight + col, col < M, other=0.0)
+            x = x * (row_own + gl.expand_dims(col_own, 0))
+        else:
+            x = x * row_own
+        if SCALED:
+            by_scale += x * pieces[h]
+            by_bias += x
+        staging.slice(h * WIDTH, WIDTH, 1).store(x.to(staging.dtype))
+    if VALUES:
+        _store_rows(row_parts, gl.sum(values, 1), j, row, row0, n)
+    if SCALED:
+        _store_rows(row_parts, gl.sum(by_scale, 1), num_m + j, row, row0, n)
+        _store_rows(row_parts, gl.sum(by_bias, 1), 2 * num_m + j, row, row0, n)
+
+
+@gluon.jit
+def _softplus_tiles(
+    dz, staging, ring, head, weights, row_parts, panel, ME: gl.constexpr, D: gl.constexpr,
+    GROUP: gl.constexpr, COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    _, _, n, m, _, _ = panel
+    TN: gl.constexpr = ring[0].shape[1]
+    TM: gl.constexpr = ring[1].shape[1]
+    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
+    programs, done = gl.num_programs(0), 0
+    for t in range(gl.program_id(0) + ME * programs, num_n * num_m, 2 * programs):
+        i, j = _place(t, num_n, num_m, GROUP)
+        s = _product(ring, done, D, ME)
+        done += 1
+        tma.store_wait(0)
+        _softplus_tile(s, staging, head, weights, row_parts, panel, i, j, num_m, COLUMNS, VALUES,
+                       SCALED)  # fmt: skip
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dz, [i * TN, j * TM], staging)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def dz_of_softplus(
+    rows, cols, dz, head, row_weight, col_weight, row_parts, row0, col0, n, m, N, M,
+    D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
+    VALUES: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """`dz.dz_of_softplus` without masks: its run over the edges must follow."""
+    ring = _ring(rows, cols, STAGES)
+    TN: gl.constexpr = ring[0].shape[1]
+    TM: gl.constexpr = ring[1].shape[1]
+    staging = gl.allocate_shared_memory(dz.dtype, [2, TN, TM], dz.layout)
+    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
+    weights, panel = (row_weight, col_weight), (row0, col0, n, m, N, M)
+    gl.warp_specialize(
+        [
+            (_softplus_tiles, (dz, staging.index(0), ring, head, weights, row_parts, panel, 0, D,
+                               GROUP, COLUMNS, VALUES, SCALED)),
+            (_softplus_tiles, (dz, staging.index(1), ring, head, weights, row_parts, panel, 1, D,
+                               GROUP, COLUMNS, VALUES, SCALED)),
+            (_load, (rows, cols, ring, num_n * num_m, num_n, num_m, D, GROUP)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
