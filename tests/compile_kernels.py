@@ -19,7 +19,7 @@ from tilewise.backends import dz, kernels, vectors
 from tilewise.backends.tuning import Target, tiles_for
 
 POINTERS = {
-    "head": "fp32", "flag": "i32", "row_part": "fp32", "col_part": "fp32", "out": "fp32",
+    "head": "fp32", "flag": "fp32", "row_part": "fp32", "col_part": "fp32", "out": "fp32",
     "row_gain": "fp32", "col_gain": "fp32", "row_vectors": "fp32", "col_vectors": "fp32",
     "scale_part": "fp32", "row_parts": "fp32", "row_weight": "fp32", "col_weight": "fp32",
     "index": "i32", "row_ids": "i32", "col_ids": "i32", "row_labels": "i32", "col_labels": "i32",
@@ -75,9 +75,9 @@ VECTORS = {
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
 FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats
-    d_cols stats d other_d vectors at_positive head out"""
+    d_cols stats d other_d vectors at_positive head out flag memo"""
 POINTERS_OF_VECTORS = {
-    **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "flag": "*i32", "index": "*i32",
+    **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "index": "*i32",
 }  # fmt: skip
 MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
 

@@ -97,7 +97,7 @@ def op_calls():
     sums = plan._replace(sums=True)
     softplus = plan._replace(reduction="softplus")
     weight = torch.rand(6)
-    stats = [x.detach() for x in autograd.reduce(*pairs, *plan)]
+    known = [x.detach() for x in autograd.reduce(*pairs, *plan)[:3]]
     grads, gain = torch.randn(6, 5), torch.rand(6)
     mean, product = (x.detach() for x in autograd.attend(*frozen, *plan)[1:])
     needs = (True, True, True, False)
@@ -108,9 +108,9 @@ def op_calls():
         "reduce-sums": (autograd.reduce, (*pairs, *sums)),
         "reduce-shared": (autograd.reduce, (*shared, *plan)),
         "reduce-softplus": (autograd.reduce, (*soft, *softplus)),
-        "differentiate": (autograd._differentiate, (*pairs, *plan, *stats, *stats, *needs)),
+        "differentiate": (autograd._differentiate, (*pairs, *plan, *known, *known[:2], *needs)),
         "attend": (autograd.attend, (*frozen, *plan)),
-        "pull_rows": (autograd._pull_rows, (*detached(frozen), *plan, mean, product, stats[0])),
+        "pull_rows": (autograd._pull_rows, (*detached(frozen), *plan, mean, product, known[0])),
         "reduce-transposed": (autograd.reduce, (*turned, *plan)),
         "weigh-transposed": (autograd.weigh, (*turned, *softplus, weight, True, True, True, False)),
         "weigh": (autograd.weigh, (*soft, *softplus, weight, True, True, True, True)),

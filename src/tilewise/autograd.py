@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewise import backends
+from tilewise.backends import fused
 from tilewise.backends.blocks import narrow, pull_rows, row_spans
-from tilewise.backends.plan import Backend, Grads, Needs, Plan
+from tilewise.backends.plan import Backend, Grads, Needs, Plan, Swept
 from tilewise.errors import GradError
 from tilewise.pairs import Pairs, accumulate_dtype, check_values
 
@@ -22,7 +23,10 @@ PAIRS = (
     "Tensor rows, Tensor? cols, Tensor scale, Tensor? bias, Tensor? positives, Tensor? row_ids, "
     "Tensor? col_ids, Tensor? row_labels, Tensor? col_labels, str kind, bool skip_self"
 )
-PLAN = "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values"
+PLAN = (
+    "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values, "
+    "int keep_bytes, bool scaled"
+)
 NEEDS = "bool rows_need, bool cols_need, bool scale_needs, bool bias_needs"
 NUM_PAIRS, NUM_PLAN = len(Pairs._fields), len(Plan._fields)
 
@@ -64,48 +68,83 @@ def _backend(pairs: Pairs, plan: Plan) -> Backend:
     return backends.BACKENDS[choice.name]
 
 
-# reduce: stats of rows (k, N) and of columns (k, M), or (0,) where not wanted
+# reduce: stats of rows (k, N) and of columns (k, M), or (0,) where not wanted; and what the backend
+# wants back
 
 
 @torch.library.custom_op(
-    "tilewise::reduce", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor)"
+    "tilewise::reduce",
+    mutates_args=(),
+    schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 @_plain
-def reduce(*args: Any) -> tuple[Tensor, Tensor]:
+def reduce(*args: Any) -> Swept:
     """Packed `Stats` of rows and columns, differentiable in rows, cols, scale and bias."""
     pairs, plan, _ = _checked(args)
     return _backend(pairs, plan).reduce(pairs, plan)
 
 
 @reduce.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor]:
+def _(*args: Any) -> Swept:
     pairs, plan, _ = _parse(args)
     n, m, _ = pairs.shape
     k = 1 if plan.reduction == "softplus" else 7 if plan.sums else 5
     rows = pairs.rows.new_empty(k, n, dtype=pairs.dtype)
     wanted = plan.columns and not pairs.symmetric
-    return rows, rows.new_empty(k, m) if wanted else rows.new_empty(0)
+    memo, kept = rows.new_empty(0), rows.new_empty(0)
+    if _backend(pairs, plan) is fused:
+        memo, kept = fused.empty_memo(pairs, plan), fused.empty_kept(pairs, plan)
+    return Swept(rows, rows.new_empty(k, m) if wanted else rows.new_empty(0), memo, kept)
 
 
 @torch.library.custom_op(
     "tilewise::differentiate",
     mutates_args=(),
     schema=(
-        f"({PAIRS}, {PLAN}, Tensor row_stats, Tensor col_stats, Tensor d_row_stats, "
+        f"({PAIRS}, {PLAN}, Tensor row_stats, Tensor col_stats, Tensor memo, Tensor d_row_stats, "
         f"Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 @_plain
 def _differentiate(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs, plan, rest = _parse(args)
-    stats, upstream, needs = rest[:2], rest[2:4], Needs(*rest[4:])
-    return _rounded(pairs, _backend(pairs, plan).differentiate(pairs, plan, stats, upstream, needs))
+    rows, cols, memo, *more = rest
+    return _gradients(pairs, plan, Swept(rows, cols, memo, rows.new_empty(0)), tuple(more))
 
 
 @_differentiate.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs, _, rest = _parse(args)
-    return _fake_grads(pairs, Needs(*rest[4:]))
+    return _fake_grads(pairs, Needs(*rest[5:]))
+
+
+# The same from exponentials that were kept; they are overwritten. An op that overwrites can have no
+# derivative, not even one that refuses, so this is another one.
+@torch.library.custom_op(
+    "tilewise::differentiate_kept_",
+    mutates_args=("kept",),
+    schema=(
+        f"({PAIRS}, {PLAN}, Tensor row_stats, Tensor col_stats, Tensor memo, Tensor(a!) kept, "
+        f"Tensor d_row_stats, Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+@_plain
+def _differentiate_kept(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs, plan, rest = _parse(args)
+    return _gradients(pairs, plan, Swept(*rest[:4]), rest[4:])
+
+
+@_differentiate_kept.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs, _, rest = _parse(args)
+    return _fake_grads(pairs, Needs(*rest[6:]))
+
+
+def _gradients(
+    pairs: Pairs, plan: Plan, swept: Swept, rest: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    upstream, needs = rest[:2], Needs(*rest[2:])
+    return _rounded(pairs, _backend(pairs, plan).differentiate(pairs, plan, swept, upstream, needs))
 
 
 def _rounded(pairs: Pairs, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -177,17 +216,24 @@ def _is_ours_alone(x: Tensor) -> bool:
     return type(x) is Tensor and count is not None and count(x.untyped_storage()._cdata) <= 2
 
 
-def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, inputs, *output)
+def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs, *output[:3])
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.kept = [output[3].detach()]
 
 
 def _reduce_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    call, stats = _restore(ctx)
+    call, known = _restore(ctx)
     d_stats = [
-        torch.zeros_like(x) if d is None else d for x, d in zip(stats, upstream, strict=True)
+        torch.zeros_like(x) if d is None else d
+        for x, d in zip(known[:2], upstream[:2], strict=True)
     ]
-    needs = Needs(*ctx.needs_input_grad[:4])
-    grads = _differentiate(*call.pairs, *call.plan, *stats, *d_stats, *needs)
+    rest = (*d_stats, *ctx.needs_input_grad[:4])
+    # create_graph=True is left to the op that refuses to go on.
+    if ctx.kept[0].numel() and not torch.is_grad_enabled():
+        grads = _differentiate_kept(*call.pairs, *call.plan, *known, *_spend(ctx), *rest)
+    else:
+        grads = _differentiate(*call.pairs, *call.plan, *known, *rest)
     return _for_inputs(ctx, call, grads)
 
 
@@ -260,7 +306,7 @@ def _attend_backward(ctx: Any, d_stats: Tensor | None, *_: None) -> tuple[Tensor
     if torch.is_grad_enabled():  # create_graph=True: leave it to the op that refuses to go on
         nothing = stats.new_empty(0)
         needs = Needs(ctx.needs_input_grad[0], False, ctx.needs_input_grad[2], False)
-        args = (*call.pairs, *call.plan, stats, nothing, d_stats, nothing, *needs)
+        args = (*call.pairs, *call.plan, stats, nothing, nothing, d_stats, nothing, *needs)
         return _for_inputs(ctx, call, _differentiate(*args))
     (mean,) = _spend(ctx)
     d_scale = _pull_rows(*call.pairs, *call.plan, mean, product, d_stats)
@@ -326,7 +372,7 @@ def _weigh_backward(ctx: Any, upstream: Tensor | None, *_unused: None) -> tuple[
     if torch.is_grad_enabled():  # create_graph=True: leave it to the op that refuses to go on
         weight, *needs = call.rest
         nothing = weight.new_empty(0)
-        rest = (nothing, nothing, (upstream * weight)[None], nothing, *needs)
+        rest = (nothing, nothing, nothing, (upstream * weight)[None], nothing, *needs)
         return _for_inputs(ctx, call, _differentiate(*call.pairs, *call.plan, *rest))
     d_rows, d_cols, d_scale, d_bias, row_gain, col_gain = _spend(ctx)
     for grads, gain in ((d_rows, row_gain), (d_cols, col_gain)):

@@ -157,8 +157,8 @@ def _frozen(pairs: Pairs) -> bool:
     return frozen and pairs.rows.requires_grad and torch.is_grad_enabled()
 
 
-def _reduced(pairs: Pairs, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Reduced:
-    rows, cols = (Stats.unpack(side) if side.numel() else None for side in packed)
+def _reduced(pairs: Pairs, packed: tuple[Tensor, ...], bias: Tensor | None) -> Reduced:
+    rows, cols = (Stats.unpack(side) if side.numel() else None for side in packed[:2])
     assert rows is not None
     if cols is None:
         cols = rows if pairs.symmetric else Stats.unpack(packed[1][None])

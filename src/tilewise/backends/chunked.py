@@ -19,7 +19,7 @@ from tilewise.backends.blocks import (
     row_spans,
     store,
 )
-from tilewise.backends.plan import Grads, Needs, Plan, Scaled
+from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import Mask, Slots, exclude, find, lift, poison
 from tilewise.reductions import (
@@ -45,10 +45,14 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Packed stats of rows (k, N) and of columns (k, M or 0); see `Stats`."""
-    if plan.reduction == "softplus":
-        return _softplus_sums(pairs, plan)
+def reduce(pairs: Pairs, plan: Plan) -> Swept:
+    """The stats of rows and columns."""
+    stats = _softplus_sums if plan.reduction == "softplus" else _log_sums
+    rows, cols = stats(pairs, plan)
+    return Swept(rows, cols, cols.new_empty(0), cols.new_empty(0))
+
+
+def _log_sums(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
     offset = fixed_offset(pairs)
     rows, cols = _tally(pairs, plan, offset)
     if offset is not None:
@@ -63,7 +67,7 @@ def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
 def differentiate(
     pairs: Pairs,
     plan: Plan,
-    stats: tuple[Tensor, Tensor],
+    swept: Swept,
     upstream: tuple[Tensor, Tensor],
     needs: Needs,
 ) -> Grads:
@@ -75,8 +79,8 @@ def differentiate(
     if plan.reduction == "softplus":
         dz_of = _softplus_dz(pairs, d_rows.values, d_cols.values if d_cols is not None else None)
     else:
-        rows = Side(Stats.unpack(stats[0]), d_rows)
-        cols = Side(Stats.unpack(stats[1]), d_cols) if d_cols is not None else None
+        rows = Side(Stats.unpack(swept.rows), d_rows)
+        cols = Side(Stats.unpack(swept.cols), d_cols) if d_cols is not None else None
         dz_of = _log_sum_dz(pairs, plan, rows, rows if pairs.symmetric else cols)
     return _Gradients(pairs, needs, peak).sweep(plan, dz_of)
 

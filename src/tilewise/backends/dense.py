@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.blocks import inner_rows, store
-from tilewise.backends.plan import Grads, Needs, Plan, Scaled
+from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import masks, poison
 from tilewise.reductions import INFINITY, Stats, softplus
@@ -15,24 +15,25 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Packed stats of rows (k, N) and of columns (k, M or 0); see `Stats`."""
+def reduce(pairs: Pairs, plan: Plan) -> Swept:
+    """The stats of rows and columns."""
     wanted = (1, 0) if plan.columns and not pairs.symmetric else (1,)
     packed = [_stats(pairs, plan, dim) for dim in wanted]
-    return packed[0], packed[1] if len(packed) == 2 else packed[0].new_empty(0)
+    empty = packed[0].new_empty
+    return Swept(packed[0], packed[1] if len(packed) == 2 else empty(0), empty(0), empty(0))
 
 
 def differentiate(
     pairs: Pairs,
     plan: Plan,
-    stats: tuple[Tensor, Tensor],
+    swept: Swept,
     upstream: tuple[Tensor, Tensor],
     needs: Needs,
 ) -> Grads:
     """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
     z = _logits(pairs)
     dz = torch.zeros_like(z)
-    for packed, d_packed, dim in zip(stats, upstream, (1, 0), strict=True):
+    for packed, d_packed, dim in zip(swept[:2], upstream, (1, 0), strict=True):
         if d_packed.numel():
             d = Stats.unpack(d_packed)
             if plan.reduction == "softplus":

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.backends.plan import Grads, Needs, Plan, Scaled
+from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs
 from tilewise.positives import poison
 
@@ -24,6 +24,8 @@ MIN_TORCH = (2, 8)
 MIN_TRITON = (3, 4)
 # The tests run the kernels in Triton's interpreter, on CPU tensors.
 INTERPRETED = False
+# Rows that are kept together, and that the forward sweeps together.
+CHUNK = 8192
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -70,8 +72,8 @@ def _where_they_are(body: Callable[..., Result]) -> Callable[..., Result]:
 
 
 @_where_they_are
-def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Packed stats of rows (k, N) and of columns (k, M or 0); see `Stats`."""
+def reduce(pairs: Pairs, plan: Plan) -> Swept:
+    """The stats of rows and columns."""
     from tilewise.backends.fused_backward import Backward
     from tilewise.backends.fused_forward import log_sums
 
@@ -79,14 +81,15 @@ def reduce(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
         return log_sums(pairs, plan)
     rows, cols = Backward(pairs, plan, Needs(False, False, False, False)).softplus_sums()
     row_poison, col_poison = poison(pairs)
-    return (rows + row_poison)[None], (cols + col_poison)[None] if plan.columns else cols
+    packed = (rows + row_poison)[None], (cols + col_poison)[None] if plan.columns else cols
+    return Swept(*packed, empty_memo(pairs, plan), empty_kept(pairs, plan))
 
 
 @_where_they_are
 def differentiate(
     pairs: Pairs,
     plan: Plan,
-    stats: tuple[Tensor, Tensor],
+    swept: Swept,
     upstream: tuple[Tensor, Tensor],
     needs: Needs,
 ) -> Grads:
@@ -96,7 +99,7 @@ def differentiate(
     backward = Backward(pairs, plan, needs)
     if plan.reduction == "softplus":
         return backward.softplus(upstream, values=False)[0]
-    return backward.log_sums(stats, upstream)
+    return backward.log_sums(swept, upstream)
 
 
 @_where_they_are
@@ -105,12 +108,12 @@ def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     from tilewise.backends.fused_backward import Means
     from tilewise.backends.fused_forward import log_sums
 
-    packed, nothing = log_sums(pairs, plan)
-    upstream = torch.zeros_like(packed)
+    swept = log_sums(pairs, plan._replace(keep_bytes=0))
+    upstream = torch.zeros_like(swept.rows)
     upstream[0] = 1.0
     means = Means(pairs, plan)
-    means.log_sums((packed, nothing), (upstream, nothing))
-    return packed, means.mean, means.product
+    means.log_sums(swept, (upstream, swept.cols))
+    return swept.rows, means.mean, means.product
 
 
 @_where_they_are
@@ -124,6 +127,36 @@ def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tenso
     backward = Backward(pairs, plan, needs, gains if apart else (None, None))
     grads, values = backward.softplus((weight[None], weight.new_empty(0)), values=True)
     return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
+
+
+def kept_rows(pairs: Pairs, plan: Plan) -> int:
+    """Of how many rows, from the first on, the exponentials fit: all, or whole chunks of them."""
+    n, m, _ = pairs.shape
+    fixed = plan.reduction == "logsumexp" and pairs.kind != "label" and not plan.sums
+    if not fixed or pairs.symmetric or pairs.rows.dtype.itemsize != 2:
+        return 0
+    rows = plan.keep_bytes // (2 * _padded(m))
+    return n if rows >= n else rows // CHUNK * CHUNK
+
+
+def empty_kept(pairs: Pairs, plan: Plan) -> Tensor:
+    """Memory for what is kept (rows, M); rows begin at multiples of 16 bytes."""
+    rows, m = kept_rows(pairs, plan), pairs.shape[1]
+    if rows == 0:
+        return pairs.rows.new_empty(0, dtype=torch.bfloat16)
+    return pairs.rows.new_empty(rows, _padded(m), dtype=torch.bfloat16)
+
+
+def empty_memo(pairs: Pairs, plan: Plan) -> Tensor:
+    """Memory for the fixed offset, whether it failed, and what kept rows and columns pull."""
+    if plan.reduction != "logsumexp":
+        return pairs.rows.new_empty(0, dtype=torch.float32)
+    rows = kept_rows(pairs, plan) if plan.scaled else 0
+    return pairs.rows.new_empty(2 + rows + (pairs.shape[1] if rows else 0), dtype=torch.float32)
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from tilewise.backends import dz as dz_kernels
 from tilewise.backends import hopper, kernels, vectors
 from tilewise.backends.blocks import narrow, row_spans, store
 from tilewise.backends.fused_forward import BLOCK, make_ready
-from tilewise.backends.plan import Grads, Needs, Plan
+from tilewise.backends.plan import Grads, Needs, Plan, Swept
 from tilewise.backends.tuning import TileSize
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.reductions import power_of_two
@@ -45,7 +45,7 @@ class Backward:
         self.pairs, self.plan, self.needs = pairs, plan, needs
         self.gains, self.ready = gains, make_ready(pairs)
         self.head = torch.empty(kernels.HEAD_SIZE, device=pairs.rows.device)
-        self.flag = torch.zeros(1, dtype=torch.int32, device=pairs.rows.device)
+        self.flag = self.head.new_zeros(1)
         self.multiplier = MULTIPLIER.get(pairs.rows.dtype, 1.0)
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
@@ -153,16 +153,20 @@ class Backward:
 
     # Log-sum-exp
 
-    def log_sums(self, stats: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor]) -> Grads:
+    def log_sums(self, swept: Swept, upstream: tuple[Tensor, Tensor]) -> Grads:
         """Gradients of the stats of a log-sum-exp."""
         pairs, (n, m, _) = self.pairs, self.pairs.shape
-        row_stats, d_rows = stats[0], upstream[0].contiguous()
+        row_stats, d_rows = swept.rows, upstream[0].contiguous()
         columns = upstream[1].numel() > 0
-        col_stats, d_cols = (stats[1], upstream[1].contiguous()) if columns else (row_stats, d_rows)
+        col_stats, d_cols = (row_stats, d_rows)
+        if columns:
+            col_stats, d_cols = swept.cols, upstream[1].contiguous()
+        # What was swept without a fixed offset has none to go by.
+        memo = swept.memo if swept.memo.numel() else self.head.new_tensor([0.0, 1.0])
+        self.flag = memo[1:]
         vectors.survey[(1,)](
-            self.head, self.flag, row_stats, d_rows, col_stats, d_cols, pairs.scale, n, m,
-            MULTIPLIER=self.multiplier, SUMS=self.plan.sums, COLUMNS=columns, BLOCK=4096,
-            num_warps=16,
+            self.head, memo, d_rows, d_cols, pairs.scale, n, m, MULTIPLIER=self.multiplier,
+            SUMS=self.plan.sums, COLUMNS=columns, BLOCK=4096, num_warps=16,
         )  # fmt: skip
         both = columns or pairs.symmetric
         row_vectors, at_positive = self.head.new_empty(6, n), self.head.new_empty(n)

@@ -10,15 +10,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends import hopper, kernels, vectors
-from tilewise.backends.plan import Plan
+from tilewise.backends import fused, hopper, kernels, vectors
+from tilewise.backends.plan import Plan, Swept
 from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for, tiles_in_turn
 from tilewise.pairs import Pairs
 from tilewise.tiles import Tile, balanced, spans
 
 # Slots a program of a vector kernel takes.
 BLOCK = 256
-PANEL_ROWS = 8192
 # Programs of `hopper.sums` that share their columns.
 LANES = 4
 
@@ -152,7 +151,8 @@ class _Forward:
         n, m, _ = pairs.shape
         device = pairs.rows.device
         self.head = torch.empty(kernels.HEAD_SIZE, device=device)
-        self.flag = torch.empty(1, dtype=torch.int32, device=device)
+        self.memo, self.kept = fused.empty_memo(pairs, plan), fused.empty_kept(pairs, plan)
+        self.flag = self.memo[1:]
         self.columns = plan.columns and not pairs.symmetric
         self.row_norm, self.dot = torch.empty(2, n, device=device)
         self.col_norm = self.row_norm if pairs.symmetric else torch.empty(m, device=device)
@@ -160,7 +160,7 @@ class _Forward:
         self.row_stats = torch.empty(k, n, device=device)
         self.col_stats = torch.empty((k, m) if self.columns else 0, device=device)
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def run(self) -> Swept:
         self._begin()
         # Half a symmetric z leaves the pairs (i, i) out: where they count, all of it is swept.
         whole = self.pairs.symmetric and not self.pairs.skip_self and self.pairs.kind != "aligned"
@@ -170,7 +170,7 @@ class _Forward:
         self._marked(self.ready, on_flag=not marked, cols=False)
         if self.columns:
             self._marked(self.ready.mirrored(), on_flag=not marked, cols=True)
-        return self.row_stats, self.col_stats
+        return Swept(self.row_stats, self.col_stats, self.memo, self.kept)
 
     def _begin(self) -> None:
         n, m, d = self.pairs.shape
@@ -186,7 +186,7 @@ class _Forward:
                 d, KIND=0, **size,
             )  # fmt: skip
         vectors.begin[(1,)](
-            self.head, self.flag, self.row_norm, self.col_norm, self.pairs.scale, n, m, BLOCK=1024
+            self.head, self.memo, self.row_norm, self.col_norm, self.pairs.scale, n, m, BLOCK=1024
         )
 
     def _sums(self) -> None:
@@ -210,7 +210,7 @@ class _Forward:
         size, masked = self._size()
         # A ragged block goes last, on its own: all of its tiles are masked.
         clean = m if size is self._turn else 0 if masked else m // size.cols * size.cols
-        for rows in spans(n, PANEL_ROWS):
+        for rows in spans(n, fused.CHUNK):
             width = max(1, self.plan.workspace_bytes // (8 * (rows[1] - rows[0]))) * size.cols
             for cols in spans(clean, balanced(m, width, size.cols)):
                 yield Tile(*rows, *cols), size, masked
@@ -292,6 +292,6 @@ class _Forward:
         )  # fmt: skip
 
 
-def log_sums(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Packed stats of a log-sum-exp sweep, rows (k, N) and columns (k, M or 0)."""
+def log_sums(pairs: Pairs, plan: Plan) -> Swept:
+    """A log-sum-exp sweep."""
     return _Forward(pairs, plan).run()

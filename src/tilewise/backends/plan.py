@@ -17,6 +17,8 @@ class Plan(NamedTuple):
     backend: str  # "dense", "chunked" or "fused": already chosen
     workspace_bytes: int  # most bytes for tiles and blocks at work
     check_values: bool  # read values back to check them, on any device
+    keep_bytes: int = 0  # most bytes for exponentials that need not be recomputed
+    scaled: bool = False  # whether the scale's gradient will be wanted
 
 
 class Needs(NamedTuple):
@@ -26,6 +28,15 @@ class Needs(NamedTuple):
     cols: bool
     scale: bool
     bias: bool
+
+
+class Swept(NamedTuple):
+    """What a forward leaves to its caller and to its backward."""
+
+    rows: Tensor  # (k, N) packed stats; see `Stats`
+    cols: Tensor  # (k, M) likewise, or (0,)
+    memo: Tensor  # whatever the backend wants to know again, or (0,)
+    kept: Tensor  # exponentials of the first rows (K, M), or (0,)
 
 
 class Grads(NamedTuple):
@@ -54,18 +65,21 @@ class Backend(Protocol):
     def refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it cannot run there, or None."""
 
-    def reduce(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Packed stats of rows (k, N) and of columns (k, M or 0); see `Stats`."""
+    def reduce(self, pairs: Pairs, plan: Plan) -> Swept:
+        """The stats of rows and columns."""
 
     def differentiate(
         self,
         pairs: Pairs,
         plan: Plan,
-        stats: tuple[Tensor, Tensor],
+        swept: Swept,
         upstream: tuple[Tensor, Tensor],
         needs: Needs,
     ) -> Grads:
-        """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
+        """Gradients of what `reduce` returned, given the gradient of each of its numbers.
+
+        May overwrite what was kept.
+        """
 
     def attend(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""

@@ -89,7 +89,7 @@ def _store_scale(head, scale):
 
 
 @triton.jit
-def begin(head, flag, row_norm, col_norm, scale, N, M, BLOCK: tl.constexpr):
+def begin(head, memo, row_norm, col_norm, scale, N, M, BLOCK: tl.constexpr):
     """The head of a forward: scale, a fixed offset that no exponent exceeds by HEADROOM, poison."""
     factor, scale2 = _store_scale(head, scale)
     rows, row_spoilt = _longest(row_norm, N, BLOCK)
@@ -98,9 +98,10 @@ def begin(head, flag, row_norm, col_norm, scale, N, M, BLOCK: tl.constexpr):
     offset = tl.maximum(0.0, bound - HEADROOM)
     bad = (bound < INF) == 0
     tl.store(head + OFFSET2, tl.where(bad, 0.0, offset))
+    tl.store(memo, tl.where(bad, 0.0, offset))
+    tl.store(memo + 1, tl.where(bad, 1.0, 0.0))
     tl.store(head + ROW_POISON, row_spoilt + factor * 0.0)
     tl.store(head + COL_POISON, col_spoilt + factor * 0.0)
-    tl.store(flag, tl.where(bad, 1, 0))
 
 
 @triton.jit
@@ -177,7 +178,7 @@ def finish(
         least = others * 2.0**-102
         fine = (total >= least) & (total < INF)
         if tl.sum((inside & (fine == 0)).to(tl.int32), 0) > 0:
-            tl.atomic_or(flag, 1)
+            tl.store(flag, 1.0)
         lse = tl.where(total > 0, (tl.log2(tl.where(total > 0, total, 1.0))
                                    + tl.load(head + OFFSET2)) * LN2, -INF)  # fmt: skip
         logit, count, poison = _one_positive(
@@ -224,52 +225,33 @@ def finish_marked(
 
 
 @triton.jit
-def _survey_side(stats, d, size, state, SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest gradient of a side, and the range of its log-sum-exps, joined with `state`."""
-    peak, high, low = state
+def _largest(d, size, largest, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest gradient of a side's numbers, or `largest`."""
     step = wide(size)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < size
         for k in tl.static_range(3):
-            peak = tl.maximum(peak, tl.abs(tl.load(d + k * step + at, inside, other=0.0)))
+            largest = tl.maximum(largest, tl.abs(tl.load(d + k * step + at, inside, other=0.0)))
         if SUMS:
-            peak = tl.maximum(peak, tl.abs(tl.load(d + 5 * step + at, inside, other=0.0)))
-        some = inside & (tl.load(stats + at, inside, other=-INF) > -INF)
-        offset = tl.load(stats + 4 * step + at, inside, other=0.0)
-        high = tl.maximum(high, tl.where(some, offset, -INF))
-        low = tl.minimum(low, tl.where(some, offset, INF))
-    return peak, high, low
+            largest = tl.maximum(largest, tl.abs(tl.load(d + 5 * step + at, inside, other=0.0)))
+    return largest
 
 
 @triton.jit
-def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
-           MULTIPLIER: tl.constexpr, SUMS: tl.constexpr, COLUMNS: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
-    """The head of a backward: one offset if it can serve all rows and columns, else a flag.
-
-    Negatives never exceed the largest log-sum-exp. Counted from 58 below it they stay far from
-    overflow, and a row may lie 120 below it (in log 2) with terms to spare before they flush. Past
-    the edge z is 0: exp2(0 - offset) must be finite too.
-    """
-    state = (tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32) - INF,
-             tl.zeros((BLOCK,), tl.float32) + INF)  # fmt: skip
-    state = _survey_side(row_stats, d_rows, N, state, SUMS, BLOCK)
+def survey(head, memo, d_rows, d_cols, scale, N, M, MULTIPLIER: tl.constexpr, SUMS: tl.constexpr,
+           COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The head of a backward. Its offset is the forward's: the same logits, to the last bit."""
+    largest = _largest(d_rows, N, tl.zeros((BLOCK,), tl.float32), SUMS, BLOCK)
     if COLUMNS:
-        state = _survey_side(col_stats, d_cols, M, state, SUMS, BLOCK)
-    largest = tl.max(state[0], 0)
+        largest = _largest(d_cols, M, largest, SUMS, BLOCK)
+    top = tl.max(largest, 0)
     # Powers of two divide exactly. exp2 of an integer is one.
-    peak = tl.where(largest > 0, tl.exp2(tl.floor(tl.log2(largest))), 1.0)
-    high, low = tl.max(state[1], 0) * LOG2E, tl.min(state[2], 0) * LOG2E
+    peak = tl.where(top > 0, tl.exp2(tl.floor(tl.log2(top))), 1.0)
     factor, _ = _store_scale(head, scale)
-    offset = tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0)
-    offset = tl.where((high <= 80.0) & (low >= -80.0), 0.0, offset)
-    tl.store(head + OFFSET2, offset)
+    tl.store(head + OFFSET2, tl.load(memo))
     tl.store(head + PEAK, peak / MULTIPLIER)
     tl.store(head + FACTOR, factor * (peak / MULTIPLIER))
-    # A gain of 2^80 is fine, and terms 2^40 below their sum do not flush. No sums, no question.
-    serves = ((high - low <= 120.0) & (offset - low <= 80.0)) | (high == -INF)
-    tl.store(flag, tl.where(serves, 0, 1))
 
 
 @triton.jit
