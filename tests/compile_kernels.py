@@ -18,13 +18,20 @@ from triton.compiler import ASTSource
 from tilewise.backends import dz, kernels, vectors
 from tilewise.backends.tuning import Target, tiles_for
 
+FLOAT_POINTERS = """head flag row_part col_part row_pull col_pull out row_gain col_gain row_vectors
+    col_vectors scale_part row_parts row_weight col_weight"""
+INT_POINTERS = "index row_ids col_ids row_labels col_labels"
 POINTERS = {
-    "head": "fp32", "flag": "fp32", "row_part": "fp32", "col_part": "fp32", "out": "fp32",
-    "row_gain": "fp32", "col_gain": "fp32", "row_vectors": "fp32", "col_vectors": "fp32",
-    "scale_part": "fp32", "row_parts": "fp32", "row_weight": "fp32", "col_weight": "fp32",
-    "index": "i32", "row_ids": "i32", "col_ids": "i32", "row_labels": "i32", "col_labels": "i32",
+    **dict.fromkeys(FLOAT_POINTERS.split(), "fp32"), **dict.fromkeys(INT_POINTERS.split(), "i32"),
 }  # fmt: skip
-COMMON = {"IDS": False, "SELF": False, "UPPER": False, "COLUMNS": True}
+COMMON = {
+    "IDS": False,
+    "SELF": False,
+    "UPPER": False,
+    "COLUMNS": True,
+    "SCALED": False,
+    "kept": None,
+}
 ALIGNED, INDEX, LABEL = (kernels.KINDS[name] for name in ("aligned", "index", "label"))
 VARIANTS = {
     "sums": ("sums", "sums", {"KIND": ALIGNED, "MASKED": False}),
@@ -65,6 +72,7 @@ VARIANTS = {
 VECTORS = {
     "measure": {"KIND": INDEX, "PRECISION": "tf32x3", "BLOCK": 16, "TD": 64},
     "begin": {"BLOCK": 1024},
+    "scaled": {"BLOCK": 2048},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
                "PARTS": 32, "BLOCK": 64},
     "finish_marked": {
@@ -75,7 +83,7 @@ VECTORS = {
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
 FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats
-    d_cols stats d other_d vectors at_positive head out flag memo"""
+    d_cols stats d other_d vectors at_positive head out flag memo factor gain"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "index": "*i32",
 }  # fmt: skip

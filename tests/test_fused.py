@@ -266,3 +266,69 @@ def test_a_row_that_cannot_be_right_has_no_quiet_gradient():
     assert grads.rows[3].isnan().all()
     assert grads.rows[[2, 4]].isfinite().all()
     assert grads.scale.isnan()
+
+
+@pytest.fixture
+def keeping(monkeypatch):
+    """Small chunks, and fp16 features, which the interpreter can multiply."""
+    monkeypatch.setattr(fused, "CHUNK", 64)
+    monkeypatch.setattr(fused, "KEEPS", (torch.float16,))
+
+
+KEPT = ["clip", "clip-ids", "info_nce", "info_nce-index"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.usefixtures("keeping")
+def test_kept_exponentials(name, chunks):
+    """Some chunks of rows kept, or all; whatever is not kept is computed again."""
+    a, b = unit(150, 24).half(), unit(150, 24).half()
+    budget = chunks * 64 * 152 * 2 / 2**20
+    assert tw.explain_keep(a, b, budget) == (chunks, 3, 2 * min(64 * chunks, 150) * 150 / 2**20)
+    truth = outcome(name, a.double(), b.double(), 20.0, "dense")
+    ours = outcome(name, a, b, 20.0, "fused", keep_mib=budget, workspace_mib=0.1)
+    for output, got, true in zip(("loss", "rows", "cols", "scale", "bias"), ours, truth):  # noqa: B905
+        # The interpreter cuts bf16 off instead of rounding it. The rest does not see bf16.
+        bound = 8e-3 if output in ("rows", "cols") else 3e-6
+        assert (got - true).norm() <= bound * max(true.norm().item(), 1e-2), output
+
+
+@pytest.mark.usefixtures("keeping")
+def test_what_is_kept_is_used():
+    """dz of kept rows comes from their exponentials: spoil them, and only those rows are spoilt."""
+    a, b = unit(150, 24).half(), unit(150, 24).half()
+    pairs = make_pairs(
+        a, b, (20.0, None), positives="aligned", ids=None, labels=None, skip_self=False
+    )
+    plan = Plan("logsumexp", True, False, "fused", 2**20, False, 64 * 152 * 2)
+    swept = fused.reduce(pairs, plan)
+    assert swept.kept.shape == (64, 152)
+    swept.kept[5] = torch.nan
+    upstream = tuple(torch.ones_like(x) for x in swept[:2])
+    grads = fused.differentiate(pairs, plan, swept, upstream, Needs(True, False, False, False))
+    assert grads.rows.isnan().any(1).nonzero().tolist() == [[5]]
+
+
+@pytest.mark.usefixtures("keeping")
+def test_kept_where_no_fixed_offset_holds():
+    """What was kept is no good then: all of it is computed again, with running maxima."""
+    a, b = torch.zeros(80, 8), torch.zeros(80, 8)
+    a[:, 0], a[7:9, 0], b[:, 0] = 1.0, -1.0, -1.0
+    a, b = (F.normalize(x + 0.1 * unit(80, 8), dim=1).half() for x in (a, b))
+    check("clip", a, b, 200.0, keep_mib=64 * 80 * 2 / 2**20)
+
+
+@pytest.mark.usefixtures("keeping")
+def test_kept_exponentials_outlive_a_retained_graph():
+    a, b = (unit(100, 24).half().requires_grad_() for _ in range(2))
+    loss = tw.clip_loss(a, b, 20.0, backend="fused", keep_mib=1)
+    first = torch.autograd.grad(loss, (a, b), retain_graph=True)
+    second = torch.autograd.grad(loss, (a, b))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("keep_mib", [-1, "all"])
+def test_a_budget_that_is_none(keep_mib):
+    with pytest.raises(tw.OptionError, match="keep_mib must"):
+        tw.clip_loss(unit(4, 8).half(), unit(4, 8).half(), 1.0, keep_mib=keep_mib)

@@ -25,6 +25,7 @@ def halves(x):
 
 LOSSES = {
     "clip": lambda a, b, s, **k: tw.clip_loss(a, b, s, **k),
+    "clip-kept": lambda a, b, s, **k: tw.clip_loss(a, b, s, keep_mib=1024, **k),
     "clip-ids": lambda a, b, s, **k: tw.clip_loss(a, b, s, ids=halves(a), **k),
     "clip-labels": lambda a, b, s, **k: tw.clip_loss(a, b, s, labels=halves(a), **k),
     "siglip": lambda a, b, s, **k: tw.siglip_loss(a, b, s, -5.0, **k),
@@ -73,14 +74,14 @@ HELD = [("fused", torch.bfloat16), ("fused", torch.float16), ("chunked", torch.f
 
 @pytest.mark.parametrize(("backend", "dtype"), HELD, ids=str)
 @pytest.mark.parametrize("kind", ["random", "aligned", "opposed"])
-@pytest.mark.parametrize("name", ["clip", "siglip"])
+@pytest.mark.parametrize("name", ["clip", "clip-kept", "siglip"])
 def test_exactness(name, kind, backend, dtype):
     """Error over draws of features and scales at most twice that of plain PyTorch.
 
     Its products on CPU or by the device, whose tensor cores cut off what they add up.
     """
-    d, bias = 96, 0.0 if name == "clip" else -5.0
-    loss_of_z = oracle.clip if name == "clip" else oracle.siglip
+    d, bias = 96, -5.0 if name == "siglip" else 0.0
+    loss_of_z = oracle.siglip if name == "siglip" else oracle.clip
     for nominal in (0.5, 14.3, 100.0):
         totals = {}
         for draw, scale in enumerate(torch.linspace(0.99 * nominal, 1.01 * nominal, 6).tolist()):
@@ -149,6 +150,20 @@ def test_where_no_fixed_offset_holds(name):
     truth = step(LOSSES[name], a.double(), b.double(), 200.0, backend="dense")
     for got, true in zip(step(LOSSES[name], a, b, 200.0, backend="fused"), truth, strict=True):
         assert (got.double() - true).norm() <= 2e-5 * true.norm()
+
+
+def test_some_chunks_kept():
+    """Of 10,000 rows the first 8,192: as if none were kept, up to bf16; the same bits again."""
+    a, b = unit(10000, 96, torch.bfloat16), unit(10000, 96, torch.bfloat16, seed=3)
+    budget = 8192 * 10000 * 2 / 2**20
+    assert tw.explain_keep(a, b, budget)[:2] == (1, 2)
+    assert tw.explain_keep(a, b, "auto")[:2] == (2, 2)
+    plain = step(LOSSES["clip"], a, b)
+    kept = step(LOSSES["clip"], a, b, keep_mib=budget)
+    again = step(LOSSES["clip"], a, b, keep_mib=1.5 * budget / 1.4)
+    for x, y, z in zip(plain, kept, again, strict=True):
+        assert (x.double() - y.double()).norm() <= (1e-6 if x.ndim == 0 else 6e-3) * x.norm()
+        assert torch.equal(y, z)
 
 
 def test_autocast():

@@ -24,7 +24,14 @@ from tilewise.losses import (
 )
 from tilewise.pairs import NO_POSITIVE
 from tilewise.reductions import Stats
-from tilewise.sweep import Reduced, explain_backend, reduce_pairs, weigh_pairs
+from tilewise.sweep import (
+    Kept,
+    Reduced,
+    explain_backend,
+    explain_keep,
+    reduce_pairs,
+    weigh_pairs,
+)
 
 __version__ = "0.1.0"
 
@@ -37,6 +44,7 @@ __all__ = [
     "DtypeError",
     "GradError",
     "InfoNCELoss",
+    "Kept",
     "NTXentLoss",
     "OptionError",
     "Reduced",
@@ -47,6 +55,7 @@ __all__ = [
     "TilewiseError",
     "clip_loss",
     "explain_backend",
+    "explain_keep",
     "info_nce",
     "nt_xent",
     "reduce_pairs",

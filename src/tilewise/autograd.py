@@ -350,6 +350,9 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @_plain
 def _gain(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient by its gain, in the gain's precision, in place."""
+    if grads.is_contiguous() and fused.refusal(grads.device, grads.dtype) is None:
+        fused.rescale(grads, gain.contiguous())
+        return
     for rows in row_spans(grads):
         grads[rows] = grads[rows] * gain[rows, None]
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from tilewise import autograd, backends
+from tilewise.backends import fused
 from tilewise.backends.plan import Plan
 from tilewise.errors import DtypeError, OptionError
 from tilewise.pairs import (
@@ -26,6 +27,7 @@ class SweepOptions(TypedDict, total=False):
 
     backend: str  # "auto" (default), "fused", "chunked" or "dense"
     workspace_mib: float  # most memory for tiles at work, 256 by default
+    keep_mib: float | Literal["auto"]  # most memory for exponentials kept for the backward; 0
     check_values: bool  # read scale and indices back from a device to check them
 
 
@@ -93,7 +95,7 @@ def reduce_pairs(
             "columns=True needs positives that a column can find, got an index per row; pass "
             "labels, or columns=False"
         )
-    plan = _plan(how, reduction, columns, sums)
+    plan = _with_keep(_plan(how, reduction, columns, sums), how, pairs)
     if reduction == "softplus":
         return _reduced(pairs, autograd.reduce(*pairs, *plan), None)
     pairs, shift = pairs._replace(bias=None), pairs.bias
@@ -151,6 +153,39 @@ def _plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> Plan:
     return Plan(reduction, columns, sums, backend, int(workspace_mib * 2**20), check_values)
 
 
+def _with_keep(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
+    """The plan, with a budget for exponentials where a backward will come."""
+    budget = _keep_bytes(how.get("keep_mib", 0), pairs, plan)
+    wanted = (x.requires_grad for x in (pairs.rows, pairs.columns))
+    if not (torch.is_grad_enabled() and any(wanted)):
+        return plan
+    return plan._replace(keep_bytes=budget, scaled=pairs.scale.requires_grad)
+
+
+def _keep_bytes(keep_mib: float | str, pairs: Pairs, plan: Plan) -> int:
+    if keep_mib != "auto":
+        if isinstance(keep_mib, str):
+            raise OptionError(f"keep_mib must be a number or 'auto', got {keep_mib!r}")
+        number = check_number("keep_mib", keep_mib)
+        if number < 0:
+            raise OptionError(f"keep_mib must not be negative, got {number}; 0 keeps nothing")
+        return int(number * 2**20)
+    if pairs.rows.device.type != "cuda":
+        return 0
+    if torch.compiler.is_compiling():
+        raise OptionError(
+            "keep_mib='auto' asks the device for its free memory, which a compiled graph cannot; "
+            "pass a number"
+        )
+    device = pairs.rows.device
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    n, m, d = pairs.shape
+    # What forward and backward take beside it; and a tenth for the caller's own.
+    own = plan.workspace_bytes + (n * pairs.rows.element_size() + 4 * m) * d
+    return max(0, int(0.9 * free) - own)
+
+
 def _frozen(pairs: Pairs) -> bool:
     """Whether the rows want a gradient and the columns none."""
     frozen = pairs.cols is not None and not pairs.cols.requires_grad
@@ -165,6 +200,34 @@ def _reduced(pairs: Pairs, packed: tuple[Tensor, ...], bias: Tensor | None) -> R
     if bias is None:
         return Reduced(rows, cols)
     return Reduced(rows.with_bias(bias), cols.with_bias(bias))
+
+
+class Kept(NamedTuple):
+    """How much of a sweep a budget saves from being computed again."""
+
+    chunks: int  # of rows, kept for the backward
+    num_chunks: int
+    mib: float  # that they take
+
+    def __str__(self) -> str:
+        return f"keeps {self.chunks} of {self.num_chunks} chunks in {self.mib:,.0f} MiB"
+
+
+def explain_keep(rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"]) -> Kept:
+    """What a loss over such features keeps for its backward under a budget.
+
+    Chunks are of 8,192 rows. The same number of them gives the same bits.
+    """
+    pairs = make_pairs(
+        rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False
+    )
+    plan = _plan({}, "logsumexp", True, False)
+    kept = 0
+    if backends.choose("auto", rows.device, rows.dtype).name == "fused":
+        plan = plan._replace(keep_bytes=_keep_bytes(keep_mib, pairs, plan))
+        kept = fused.kept_rows(pairs, plan)
+    chunks = -(-kept // fused.CHUNK)
+    return Kept(chunks, -(-len(rows) // fused.CHUNK), 2 * kept * len(cols) / 2**20)
 
 
 def explain_backend(features: Tensor, backend: str = "auto") -> backends.Choice:

@@ -89,6 +89,23 @@ def dz_of_sums(
 
 
 @triton.jit
+def dz_of_kept(kept, dz, stride, flag, row_gain, col_gain, row0, col0, n, m, COLUMNS: tl.constexpr,
+               TN: tl.constexpr, TM: tl.constexpr):  # fmt: skip
+    """As `dz_of_sums`, from exponentials (n, m) that lie where dz is to be."""
+    if tl.load(flag) != 0:
+        return
+    row = tl.program_id(1) * TN + tl.arange(0, TN)
+    col = tl.program_id(0) * TM + tl.arange(0, TM)
+    inside = (row < n)[:, None] & (col < m)[None, :]
+    at = row.to(tl.int64)[:, None] * stride + col[None, :]
+    gain = tl.load(row_gain + row0 + row, row < n, other=0.0)[:, None]
+    if COLUMNS:
+        gain = gain + tl.load(col_gain + col0 + col, col < m, other=0.0)[None, :]
+    x = tl.load(kept + at, inside, other=0.0).to(tl.float32) * gain
+    tl.store(dz + at, x.to(dz.dtype.element_ty), inside)
+
+
+@triton.jit
 def mend(dz, stride, index, at_positive, row0, col0, n, m, KIND: tl.constexpr, SELF: tl.constexpr,
          BLOCK: tl.constexpr):  # fmt: skip
     """Write the positives' own dz into a panel, and 0 at self-pairs."""

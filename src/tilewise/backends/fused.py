@@ -26,6 +26,8 @@ MIN_TRITON = (3, 4)
 INTERPRETED = False
 # Rows that are kept together, and that the forward sweeps together.
 CHUNK = 8192
+# Features whose exponentials may be kept: bf16 has their range, and dz is no finer then.
+KEEPS = (torch.bfloat16,)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -48,6 +50,7 @@ def reservation(dtype: torch.dtype) -> str | None:
     return None
 
 
+@functools.cache
 def _missing() -> str | None:
     """What this installation lacks."""
     if _version(torch.__version__) < MIN_TORCH:
@@ -129,11 +132,30 @@ def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tenso
     return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
 
 
+def rescale(grads: Tensor, gain: Tensor) -> None:
+    """Multiply each row of a gradient (N, D) without gaps by its gain (N,), in place."""
+    from tilewise.backends import fused_backward
+
+    with torch.cuda.device_of(grads):
+        fused_backward.rescale(grads, gain)
+
+
+def has_offset(pairs: Pairs, plan: Plan) -> bool:
+    """Whether a log-sum-exp is tried from one fixed offset, and not only by running maxima.
+
+    Half a symmetric z leaves the pairs (i, i) out: where they count, all of it is swept.
+    """
+    whole = pairs.symmetric and not pairs.skip_self and pairs.kind != "aligned"
+    return pairs.kind != "label" and not plan.sums and not whole
+
+
 def kept_rows(pairs: Pairs, plan: Plan) -> int:
     """Of how many rows, from the first on, the exponentials fit: all, or whole chunks of them."""
     n, m, _ = pairs.shape
-    fixed = plan.reduction == "logsumexp" and pairs.kind != "label" and not plan.sums
-    if not fixed or pairs.symmetric or pairs.rows.dtype.itemsize != 2:
+    wanted = plan.reduction == "logsumexp" and plan.keep_bytes > 0
+    if not wanted or not has_offset(pairs, plan) or pairs.symmetric:
+        return 0
+    if pairs.rows.dtype not in KEEPS:
         return 0
     rows = plan.keep_bytes // (2 * _padded(m))
     return n if rows >= n else rows // CHUNK * CHUNK

@@ -9,18 +9,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import dz as dz_kernels
-from tilewise.backends import hopper, kernels, vectors
-from tilewise.backends.blocks import narrow, row_spans, store
-from tilewise.backends.fused_forward import BLOCK, make_ready
+from tilewise.backends import fused, hopper, kernels, vectors
+from tilewise.backends.blocks import narrow, store
+from tilewise.backends.fused_forward import BLOCK, make_ready, pulls
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
-from tilewise.backends.tuning import TileSize
+from tilewise.backends.tuning import PANEL, TileSize
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.reductions import power_of_two
 from tilewise.tiles import Tile, balanced, row_of_tiles, spans, upper_row_of_tiles
 
 # fp16 has no room below 1e-8: dz is stored times this power of two, which leaves room for 8 above.
 MULTIPLIER = {torch.float16: 4096.0}
-PANEL_ROWS = 8192
 # Of the workspace: what rounding a block of gradients and summing a panel's parts takes.
 SPARE_BYTES = 2**24
 
@@ -56,6 +55,7 @@ class Backward:
         self.acc_pointer = None if self.acc is None else self.acc.data_ptr()
         self.factor = self.head[kernels.FACTOR.value]
         self.scale, self.bias = self.head.new_zeros(2, dtype=exact_dtype(pairs.rows))
+        self.kept = pairs.rows.new_empty(0)  # exponentials of the first rows, to become their dz
 
     # Panels and products
 
@@ -66,7 +66,9 @@ class Backward:
         unit = 16 // self.pairs.rows.element_size()
         work = self.pairs.rows.new_empty(min(height, n) * (-(-min(width, m) // unit) * unit))
         row_acc = self.head.new_empty(min(height, n), d) if self.rows is not None else None
-        for span in spans(n, height):
+        self._sweep_kept(dz_of, row_acc)
+        kept = len(self.kept)
+        for span in ((kept + start, kept + stop) for start, stop in spans(n - kept, height)):
             rows = slice(*span)
             here = None if row_acc is None else row_acc[: span[1] - span[0]]
             if self.pairs.symmetric and self.acc is not None:
@@ -78,6 +80,20 @@ class Backward:
             if self.rows is not None and here is not None:
                 self._round(self.rows, rows, here, self.gains[0])
         return self._finish()
+
+    def _sweep_kept(self, dz_of: Callable[[Panel], None], row_acc: Tensor | None) -> None:
+        """The rows whose exponentials were kept: dz takes their place, and products are large."""
+        (_, m, _), kept = self.pairs.shape, self.kept
+        for span in spans(len(kept), fused.CHUNK):
+            for tile in row_of_tiles(span, m, fused.CHUNK):
+                dz_of(Panel(tile, kept[tile.rows, tile.cols]))
+        if row_acc is not None and self.rows is not None:
+            for span in spans(len(kept), len(row_acc)):
+                here = row_acc[: span[1] - span[0]]
+                _add_product(here, kept[slice(*span)], self.ready.cols, True)
+                self._round(self.rows, slice(*span), here, self.gains[0])
+        if len(kept) and self.acc is not None:
+            _add_product(self.acc, kept.t(), self.ready.rows[: len(kept)], True)
 
     def _tiles(self, span: tuple[int, int], width: int) -> Iterator[Tile]:
         n, m, _ = self.pairs.shape
@@ -93,8 +109,8 @@ class Backward:
         if self.pairs.symmetric:
             side = balanced(n, int((room / size) ** 0.5), unit)
             return side, side
-        height = balanced(n, min(PANEL_ROWS, max(1, room // (8 * d))), unit)
-        return height, balanced(m, (room - 4 * height * d) // (size * height), unit)
+        height = _piece(n, PANEL[0], room // (8 * d), unit)
+        return height, _piece(m, PANEL[1], (room - 4 * height * d) // (size * height), unit)
 
     def _multiply(self, panel: Panel, row_acc: Tensor | None) -> None:
         tile, dz = panel
@@ -110,16 +126,17 @@ class Backward:
         """A finished block, rounded into a gradient that may lie in its own memory."""
         if gain is not None:
             store(out, span, acc * self.factor, gain)
-        elif out.data_ptr() == self.acc_pointer:
-            out[span] = torch.mul(acc, self.factor, out=torch.empty_like(out[span]))
+        elif out.data_ptr() == self.acc_pointer and span.stop > 2 * span.start:
+            # The block would be overwritten while it is read.
+            out[span] = _scaled(torch.empty_like(out[span]), acc, self.factor)
         else:
-            torch.mul(acc, self.factor, out=out[span])
+            _scaled(out[span], acc, self.factor)
 
     def _finish(self) -> Grads:
         cols = None
         if self.acc is not None:
             cols = narrow(self.acc, self.pairs.rows.dtype)
-            for span in row_spans(self.acc):
+            for span in _doubling(len(cols), 1 + SPARE_BYTES // (4 * self.pairs.shape[2])):
                 self._round(cols, span, self.acc[span], self.gains[1])
         sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)
         peak = self.head[kernels.PEAK.value]
@@ -163,7 +180,10 @@ class Backward:
             col_stats, d_cols = swept.cols, upstream[1].contiguous()
         # What was swept without a fixed offset has none to go by.
         memo = swept.memo if swept.memo.numel() else self.head.new_tensor([0.0, 1.0])
-        self.flag = memo[1:]
+        self.flag = memo[1:2]
+        if len(swept.kept):
+            # In the features' dtype from now on, which is as wide.
+            self.kept = swept.kept.view(pairs.rows.dtype)[:, :m]
         vectors.survey[(1,)](
             self.head, memo, d_rows, d_cols, pairs.scale, n, m, MULTIPLIER=self.multiplier,
             SUMS=self.plan.sums, COLUMNS=columns, BLOCK=4096, num_warps=16,
@@ -171,7 +191,7 @@ class Backward:
         both = columns or pairs.symmetric
         row_vectors, at_positive = self.head.new_empty(6, n), self.head.new_empty(n)
         col_vectors = row_vectors if not columns else self.head.new_empty(6, m)
-        fixed = not self._marked()
+        fixed = fused.has_offset(pairs, self.plan)
         shared = {
             "KIND": self.ready.kind()["KIND"], "SUMS": self.plan.sums, "FIXED": fixed,
             "BLOCK": BLOCK,
@@ -187,6 +207,8 @@ class Backward:
             )  # fmt: skip
         if self.needs.scale and pairs.kind in ("aligned", "index"):
             self._add_positives_to_scale(at_positive)
+        if self.needs.scale and len(self.kept):
+            self._add_kept_to_scale(memo, row_vectors[0], col_vectors[0] if both else None)
         taken = (row_vectors, col_vectors, at_positive)
         return self.sweep(lambda panel: self._log_sums_dz(panel, taken, both))
 
@@ -194,7 +216,7 @@ class Backward:
         """Whether pairs are told apart by more than their place, so that every tile has masks."""
         by_index = self.pairs.kind == "index" and self.needs.scale
         ids = self.pairs.row_ids is not None
-        return self.pairs.kind == "label" or self.plan.sums or ids or by_index
+        return ids or by_index or not fused.has_offset(self.pairs, self.plan)
 
     def _log_sums_dz(self, panel: Panel, taken: tuple[Tensor, ...], both: bool) -> None:
         row_vectors, col_vectors, at_positive = taken
@@ -205,7 +227,10 @@ class Backward:
         parts = self.head.new_zeros(width if scaled else 0, panel.dz.shape[0])
         flags = {"COLUMNS": both, "SCALED": scaled}
         args = (self.flag, row_vectors[0], col_vectors[0], parts)
-        if not marked and self.ready.turns is not None:
+        if panel.tile.row_stop <= len(self.kept):
+            self._kept_dz(panel, row_vectors[0], col_vectors[0], both)
+            marked = False
+        elif not marked and self.ready.turns is not None:
             aligned = self.pairs.skip_self or self.pairs.kind == "aligned"
             self._launch_in_turn(
                 hopper.dz_of_sums, self.ready.turns.dz, panel, *args, DIAGONAL=aligned, **flags
@@ -229,6 +254,22 @@ class Backward:
             panel.dz, panel.dz.stride(0), self.ready.marks[0], at_positive, tile.row_start,
             tile.col_start, *panel.dz.shape, BLOCK=BLOCK, **vectors_kind,
         )  # fmt: skip
+
+    def _kept_dz(self, panel: Panel, row_gain: Tensor, col_gain: Tensor, both: bool) -> None:
+        tile, dz = panel
+        n, m = dz.shape
+        dz_kernels.dz_of_kept[(triton.cdiv(m, 1024), triton.cdiv(n, 16))](
+            dz.view(torch.bfloat16), dz, dz.stride(0), self.flag, row_gain, col_gain,
+            tile.row_start, tile.col_start, n, m, COLUMNS=both, TN=16, TM=1024, num_warps=8,
+        )  # fmt: skip
+
+    def _add_kept_to_scale(self, memo: Tensor, row_gain: Tensor, col_gain: Tensor | None) -> None:
+        """What kept exponentials pull, as the forward summed it up, unless they are no good."""
+        row_pull, col_pull = pulls(memo, len(self.kept))
+        pull = (row_gain[: len(row_pull)].double() * row_pull).sum()
+        if col_gain is not None:
+            pull = pull + (col_gain.double() * col_pull).sum()
+        self.scale += torch.where(self.flag[0] == 0, pull, 0.0)
 
     def _add_to_scale(self, tile: Tile, parts: Tensor) -> None:
         """Sums (column tiles, n) of dz times the products of features."""
@@ -349,6 +390,34 @@ class Means(Backward):
 
     def _add_to_scale(self, tile: Tile, parts: Tensor) -> None:
         self.product[tile.rows] += parts.sum(0) * self.head[kernels.PEAK.value]
+
+
+def _piece(length: int, best: int, most: int, unit: int) -> int:
+    """Into which pieces to cut a side: the best ones where they are needed and fit."""
+    return best if best <= min(most, length) else balanced(length, max(1, min(best, most)), unit)
+
+
+def _scaled(out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """x times a factor, rounded into `out` of its shape; both lie in memory without gaps."""
+    vectors.scaled[(triton.cdiv(x.numel(), 2048),)](
+        out, x, factor, None, x.numel(), 1, BLOCK=2048, num_warps=8
+    )
+    return out
+
+
+def rescale(grads: Tensor, gain: Tensor) -> None:
+    """Multiply each row of a gradient (N, D) by its gain (N,), in place."""
+    vectors.scaled[(triton.cdiv(grads.numel(), 2048),)](
+        grads, grads, gain, gain, grads.numel(), grads.shape[1], BLOCK=2048, num_warps=8
+    )
+
+
+def _doubling(size: int, step: int) -> Iterator[slice]:
+    """[0, size) in pieces that each end before twice their start, but for the first."""
+    start, stop = 0, min(step, size)
+    while start < size:
+        yield slice(start, stop)
+        start, stop = stop, min(2 * stop, size)
 
 
 def _meets_an_edge(tile: Tile, size: TileSize) -> bool:

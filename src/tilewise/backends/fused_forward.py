@@ -143,6 +143,40 @@ def _codes(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     return (codes, codes) if rows is cols else (codes[: len(rows)], codes[len(rows) :])
 
 
+def pulls(memo: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """Of kept rows, and of columns over them: sums of exponentials times products of features."""
+    rows = kept if len(memo) > 2 else 0
+    return memo[2 : 2 + rows], memo[2 + rows :]
+
+
+class Panel(NamedTuple):
+    """Rows against columns, and how they are swept."""
+
+    tile: Tile
+    size: TileSize
+    in_turn: bool  # by `hopper.sums`
+    masked: bool  # every tile of it
+    kept: Tensor | None  # (n, m), where its exponentials go
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Rows, columns, column blocks and steps down a block."""
+        tile, size = self.tile, self.size
+        n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
+        # In turn means two tiles at a time.
+        height = 2 * size.rows if self.in_turn else size.rows
+        return n, m, triton.cdiv(m, size.cols), triton.cdiv(n, height)
+
+
+class Parts(NamedTuple):
+    """Partial sums of a panel: of exponentials, and of those times products of features."""
+
+    rows: Tensor  # (blocks, n)
+    cols: Tensor  # (parts, m)
+    row_pull: Tensor | None
+    col_pull: Tensor | None
+    share: int  # tiles a program takes
+
+
 class _Forward:
     """One log-sum-exp sweep: what it needs beforehand, its sums, and the stats made of them."""
 
@@ -152,7 +186,10 @@ class _Forward:
         device = pairs.rows.device
         self.head = torch.empty(kernels.HEAD_SIZE, device=device)
         self.memo, self.kept = fused.empty_memo(pairs, plan), fused.empty_kept(pairs, plan)
-        self.flag = self.memo[1:]
+        self.flag = self.memo[1:2]
+        self.row_pull, self.col_pull = pulls(self.memo, len(self.kept))
+        self.row_pull.zero_()
+        self.col_pull.zero_()
         self.columns = plan.columns and not pairs.symmetric
         self.row_norm, self.dot = torch.empty(2, n, device=device)
         self.col_norm = self.row_norm if pairs.symmetric else torch.empty(m, device=device)
@@ -162,9 +199,7 @@ class _Forward:
 
     def run(self) -> Swept:
         self._begin()
-        # Half a symmetric z leaves the pairs (i, i) out: where they count, all of it is swept.
-        whole = self.pairs.symmetric and not self.pairs.skip_self and self.pairs.kind != "aligned"
-        marked = self.pairs.kind == "label" or self.plan.sums or whole
+        marked = not fused.has_offset(self.pairs, self.plan)
         if not marked:
             self._sums()
         self._marked(self.ready, on_flag=not marked, cols=False)
@@ -194,71 +229,86 @@ class _Forward:
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
         rows = self.head.new_zeros(n, dtype=torch.float64)
         cols = rows if symmetric else rows.new_zeros(m)
-        for tile, size, masked in self._panels():
-            row_part, col_part = self._sums_of(tile, size, masked)
+        for panel in self._panels():
+            tile, parts = panel.tile, self._parts(panel)
+            self._sweep(panel, parts)
             span = tile.row_start, tile.row_stop - tile.row_start
-            self._finish(row_part, rows, span, tile.col_stop == m and not symmetric)
+            self._finish(parts.rows, rows, span, tile.col_stop == m and not symmetric)
             if symmetric or self.columns:
                 span = tile.col_start, tile.col_stop - tile.col_start
-                self._finish(col_part, cols, span, tile.row_stop == n and not symmetric, cols=True)
+                ended = tile.row_stop == n and not symmetric
+                self._finish(parts.cols, cols, span, ended, cols=True)
+            if parts.row_pull is not None and parts.col_pull is not None:
+                self.row_pull[tile.rows] += parts.row_pull.sum(0)
+                self.col_pull[tile.cols] += parts.col_pull.sum(0)
         if symmetric:
-            self._finish(row_part[:0], rows, (0, n), True)
+            self._finish(parts.rows[:0], rows, (0, n), True)
 
-    def _panels(self) -> Iterator[tuple[Tile, TileSize, bool]]:
-        """Panels to sweep, the tile for each, and whether all tiles of it are masked."""
-        n, m, _ = self.pairs.shape
-        size, masked = self._size()
+    def _panels(self) -> Iterator[Panel]:
+        (n, m, _), marked = self.pairs.shape, self._masks
+        turns = self.ready.turns if not (marked or self.pairs.symmetric) else None
+        tiles = turns or self.ready.tiles
+        size = tiles.masked if marked else tiles.sums
         # A ragged block goes last, on its own: all of its tiles are masked.
-        clean = m if size is self._turn else 0 if masked else m // size.cols * size.cols
+        clean = m if turns else 0 if marked else m // size.cols * size.cols
         for rows in spans(n, fused.CHUNK):
             width = max(1, self.plan.workspace_bytes // (8 * (rows[1] - rows[0]))) * size.cols
+            kept = self.kept[slice(*rows)] if rows[1] <= len(self.kept) else None
             for cols in spans(clean, balanced(m, width, size.cols)):
-                yield Tile(*rows, *cols), size, masked
+                here = None if kept is None else kept[:, slice(*cols)]
+                yield Panel(Tile(*rows, *cols), size, turns is not None, marked, here)
             for start, stop in spans(m - clean, width):
-                yield Tile(*rows, clean + start, clean + stop), size, True
+                here = None if kept is None else kept[:, clean + start : clean + stop]
+                yield Panel(Tile(*rows, clean + start, clean + stop), size, False, True, here)
 
     @property
-    def _turn(self) -> TileSize | None:
-        """The tile of `hopper.sums`, if it can do this."""
-        marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
-        turns = self.ready.turns
-        return None if marked or self.pairs.symmetric or turns is None else turns.sums
+    def _masks(self) -> bool:
+        """Whether pairs are told apart by more than their place."""
+        return self.pairs.kind == "index" or self.pairs.row_ids is not None
 
-    def _size(self) -> tuple[TileSize, bool]:
-        marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
-        tiles = self.ready.tiles
-        return self._turn or (tiles.masked if marked else tiles.sums), marked
-
-    def _sums_of(self, tile: Tile, size: TileSize, masked: bool) -> tuple[Tensor, Tensor]:
-        """Partial sums of a panel's rows (blocks, n) and of its columns (parts, m)."""
-        n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
-        symmetric, tiles = self.pairs.symmetric, triton.cdiv(n, size.rows)
-        blocks = triton.cdiv(m, size.cols)
-        lanes = 1 if self._turn is None else LANES
+    def _parts(self, panel: Panel) -> Parts:
+        """Memory for partial sums, as many as the kernel leaves."""
+        n, m, blocks, tiles = panel.counts()
+        symmetric, lanes = self.pairs.symmetric, LANES if panel.in_turn else 1
         # Above the diagonal blocks have unequal work: many small shares even that out.
         share = triton.cdiv(tiles, 8)
         if not symmetric:
             share = triton.cdiv(blocks * tiles, max(1, self.ready.processors // lanes))
         # What nobody sweeps stays 0: tiles below the diagonal, parts that a block does not have.
-        row_part = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
-        groups = 1 if self._turn is None else 2 * lanes
-        col_part = self.head.new_zeros(groups * (triton.cdiv(tiles, share) + 1), m)
-        grid = (lanes * triton.cdiv(blocks * tiles, share),)
-        where = (tile.row_start, tile.col_start, n, m, *self.pairs.shape[:2], share)
-        if self._turn is not None:
-            hopper.sums[grid](
-                *self.ready.in_turn(size, tile), self.head, row_part, col_part, *where,
-                D=self.pairs.shape[2], STAGES=size.stages, LANES=lanes, COLUMNS=self.plan.columns,
+        rows = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
+        count = lanes * (2 if panel.in_turn else 1) * (triton.cdiv(tiles, share) + 1)
+        cols = self.head.new_zeros(count, m)
+        if panel.kept is None or not self.plan.scaled:
+            return Parts(rows, cols, None, None, share)
+        return Parts(rows, cols, torch.empty_like(rows), torch.zeros_like(cols), share)
+
+    def _sweep(self, panel: Panel, parts: Parts) -> None:
+        """Fill the parts of a panel, and what is kept of it."""
+        n, m, blocks, tiles = panel.counts()
+        tile, size = panel.tile, panel.size
+        args = (self.head, *parts[:4])
+        where = (tile.row_start, tile.col_start, n, m, *self.pairs.shape[:2], parts.share)
+        programs = triton.cdiv(blocks * tiles, parts.share)
+        options = {"SCALED": parts.row_pull is not None}
+        if panel.in_turn:
+            loads = self.ready.in_turn(size, tile, panel.kept)
+            stages = size.stages if panel.kept is None else size.stages - 2
+            hopper.sums[(LANES * programs,)](
+                *loads, *(() if panel.kept is not None else (None,)), *args, *where,
+                D=self.pairs.shape[2], STAGES=stages, LANES=LANES, COLUMNS=self.plan.columns,
                 DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", num_warps=4,
+                **options,
             )  # fmt: skip
-            return row_part, col_part
-        kernels.sums[grid](
-            *self.ready.descriptors(size, tile), self.head, row_part, col_part,
-            *self.ready.marks[:3], *where, FOLD=min(size.rows, 16 * size.warps), UPPER=symmetric,
-            COLUMNS=self.plan.columns or symmetric, MASKED=masked, **self.ready.kind(),
-            **self.ready.product(size),
+            return
+        kept = None
+        if panel.kept is not None:
+            kept = TensorDescriptor.from_tensor(panel.kept, [size.rows, size.cols])
+        kernels.sums[(programs,)](
+            *self.ready.descriptors(size, tile), kept, *args, *self.ready.marks[:3], *where,
+            FOLD=min(size.rows, 16 * size.warps), UPPER=self.pairs.symmetric,
+            COLUMNS=self.plan.columns or self.pairs.symmetric, MASKED=panel.masked, **options,
+            **self.ready.kind(), **self.ready.product(size),
         )  # fmt: skip
-        return row_part, col_part
 
     def _finish(
         self, part: Tensor, total: Tensor, span: tuple[int, int], last: bool, cols: bool = False

@@ -179,91 +179,159 @@ def _fold(x):
 
 
 @gluon.jit
-def _blocks(share, num_n, num_m, LANES: gl.constexpr):
+def _blocks(share, height, num_m, LANES: gl.constexpr):
     """Column blocks that a group of LANES programs takes: its share of all tiles, in order."""
     start = gl.program_id(0) // LANES * share
-    return start // num_n, gl.minimum(gl.cdiv(start + share, num_n), num_m)
+    return start // height, gl.minimum(gl.cdiv(start + share, height), num_m)
 
 
 @gluon.jit
-def _strip(block, share, num_n, LANES: gl.constexpr):
-    """Row tiles of a block that this program walks down: of its group's, an equal part."""
-    start = gl.program_id(0) // LANES * share - block * num_n
+def _strip(block, share, height, LANES: gl.constexpr):
+    """Tiles of a block that this program walks down: of its group's, an equal part."""
+    start = gl.program_id(0) // LANES * share - block * height
     lane = gl.program_id(0) % LANES
-    first, last = gl.maximum(start, 0), gl.minimum(start + share, num_n)
+    first, last = gl.maximum(start, 0), gl.minimum(start + share, height)
     return first + lane * (last - first) // LANES, first + (lane + 1) * (last - first) // LANES
 
 
 @gluon.jit
 def _load_strips(
-    rows, cols, ring, share, num_n, num_m, D: gl.constexpr, LANES: gl.constexpr
+    rows, cols, ring, share, height, num_m, D: gl.constexpr, LANES: gl.constexpr
 ):  # fmt: skip
     k = 0
-    begin, end = _blocks(share, num_n, num_m, LANES)
+    begin, end = _blocks(share, height, num_m, LANES)
     for block in range(begin, end):
-        first, last = _strip(block, share, num_n, LANES)
-        for i in range(first, last):
+        first, last = _strip(block, share, height, LANES)
+        for i in range(2 * first, 2 * last):
             k = _load_tile(rows, cols, ring, k, i, block, D)
 
 
 @gluon.jit
-def _sum_strips(
-    ring, head, parts, panel, share, ME: gl.constexpr, D: gl.constexpr, LANES: gl.constexpr,
-    DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
+def _sum_tile(
+    s, staging, head, folded, pulled, panel, i, block, DIAGONAL: gl.constexpr,
+    COLUMNS: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    row_part, col_part = parts
+    """Row sums of a tile (TN,), and likewise of what it pulls; the columns' sums, folded."""
+    row0, col0, _, _, N, M = panel
+    WIDTH: gl.constexpr = s.shape[1] // 4
+    pieces = _quarters(s)
+    total = gl.zeros_like(pieces[0])
+    pull = total
+    more_folded, more_pulled = (), ()
+    for h in gl.static_range(4):
+        p = _exp_scaled(pieces[h], head)
+        if MASKED:
+            row, col = _slots(p, row0 + i * s.shape[0], col0 + block * s.shape[1] + h * WIDTH)
+            p = gl.where(_negative(row, col, N, M, DIAGONAL), p, 0.0)
+        total += p
+        if COLUMNS:
+            more_folded = more_folded + (folded[h] + _fold(p),)
+        if SCALED:
+            pull += p * pieces[h]
+            more_pulled = more_pulled + (pulled[h] + _fold(p * pieces[h]),)
+        if staging is not None:
+            staging.slice(h * WIDTH, WIDTH, 1).store(p.to(staging.dtype))
+    return gl.sum(total, 1), gl.sum(pull, 1), more_folded, more_pulled
+
+
+@gluon.jit
+def _store_folded(part, folded, block, slot, m):
+    """Column sums of a block, quarter by quarter: part (slots, m)."""
+    for h in gl.static_range(len(folded)):
+        sums = gl.sum(gl.sum(folded[h], 0), 0)
+        local = gl.arange(0, sums.shape[0], layout=sums.type.layout)
+        local += (4 * block + h) * sums.shape[0]
+        gl.store(part + slot.to(gl.int64) * m + local, sums, local < m)
+
+
+@gluon.jit
+def _nothing_folded(TN: gl.constexpr, TM: gl.constexpr, WANTED: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TM, 16])
+    quarters = _quarters(gl.zeros((TN, TM), gl.float32, layout=layout))
+    folded = ()
+    if WANTED:
+        for h in gl.static_range(4):
+            folded = folded + (_fold(quarters[h]),)
+    return folded
+
+
+@gluon.jit
+def _sum_strips(
+    ring, kept, staging, head, parts, panel, share, ME: gl.constexpr, D: gl.constexpr,
+    LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    row_part, col_part, row_pull, col_pull = parts
     row0, col0, n, m, N, M = panel
     TN: gl.constexpr = ring[0].shape[1]
     TM: gl.constexpr = ring[1].shape[1]
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TM, 16])
-    done, before = 0, 0  # tiles of this group of warps, and of both
-    begin, end = _blocks(share, num_n, num_m, LANES)
+    height, num_m = gl.cdiv(n, 2 * TN), gl.cdiv(m, TM)
+    begin, end = _blocks(share, height, num_m, LANES)
+    done = 0
     for block in range(begin, end):
-        first, last = _strip(block, share, num_n, LANES)
-        folded = _fold(gl.zeros((TN, TM), gl.float32, layout=layout))
-        for i in range(first + (before + ME) % 2, last, 2):
+        first, last = _strip(block, share, height, LANES)
+        folded = _nothing_folded(TN, TM, COLUMNS)
+        pulled = _nothing_folded(TN, TM, SCALED)
+        for i in range(2 * first + ME, 2 * last, 2):
             s = _product(ring, done, D, ME)
             done += 1
-            p = _exp_scaled(s, head)
-            row, col = _slots(s, row0 + i * TN, col0 + block * TM)
+            if kept is not None:
+                tma.store_wait(0)
             if _mixed(s, row0 + i * TN, col0 + block * TM, N, M, DIAGONAL):
-                p = gl.where(_negative(row, col, N, M, DIAGONAL), p, 0.0)
-            _store_rows(row_part, gl.sum(p, 1), block, row, row0, n)
-            if COLUMNS:
-                folded += _fold(p)
-        before += last - first
-        if COLUMNS:
-            sums = gl.sum(gl.sum(folded, 0), 0)
-            local = block * TM + gl.arange(0, TM, layout=sums.type.layout)
-            slot = 2 * (gl.program_id(0) - block * num_n // share * LANES) + ME
-            gl.store(col_part + slot.to(gl.int64) * m + local, sums, local < m)
+                total, pull, folded, pulled = _sum_tile(
+                    s, staging, head, folded, pulled, panel, i, block, DIAGONAL, COLUMNS, SCALED,
+                    True
+                )  # fmt: skip
+            else:
+                total, pull, folded, pulled = _sum_tile(
+                    s, staging, head, folded, pulled, panel, i, block, DIAGONAL, COLUMNS, SCALED,
+                    False
+                )  # fmt: skip
+            row = i * TN + gl.arange(0, TN, layout=total.type.layout)
+            _store_rows(row_part, total, block, row, 0, n)
+            if SCALED:
+                _store_rows(row_pull, pull, block, row, 0, n)
+            if kept is not None:
+                fence_async_shared()
+                tma.async_copy_shared_to_global(kept, [i * TN, block * TM], staging)
+        slot = 2 * (gl.program_id(0) - block * height // share * LANES) + ME
+        _store_folded(col_part, folded, block, slot, m)
+        _store_folded(col_pull, pulled, block, slot, m)
+    if kept is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def sums(
-    rows, cols, head, row_part, col_part, row0, col0, n, m, N, M, share,
+    rows, cols, kept, head, row_part, col_part, row_pull, col_pull, row0, col0, n, m, N, M, share,
     D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    COLUMNS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """`kernels.sums`, where a share is that of LANES programs side by side in the same columns.
 
-    They walk down a block in LANES strips, so that fewer blocks are at work and stay in L2.
+    They walk down a block in LANES strips, so that fewer blocks are at work and stay in L2. A
+    step is two tiles, one for each group of warps; the last rows' second may lie past the edge.
     col_part (2 * programs that met a block, m) takes the sums of both groups of warps.
     """
     ring = _ring(rows, cols, STAGES)
-    num_n = gl.cdiv(n, ring[0].shape[1])
-    num_m = gl.cdiv(m, ring[1].shape[1])
-    parts, panel = (row_part, col_part), (row0, col0, n, m, N, M)
+    TN: gl.constexpr = ring[0].shape[1]
+    TM: gl.constexpr = ring[1].shape[1]
+    mine, other = None, None
+    if kept is not None:
+        staging = gl.allocate_shared_memory(kept.dtype, [2, TN, TM], kept.layout)
+        mine, other = staging.index(0), staging.index(1)
+    height, num_m = gl.cdiv(n, 2 * TN), gl.cdiv(m, TM)
+    parts, panel = (row_part, col_part, row_pull, col_pull), (row0, col0, n, m, N, M)
     gl.warp_specialize(
         [
-            (_sum_strips, (ring, head, parts, panel, share, 0, D, LANES, DIAGONAL, COLUMNS)),
-            (_sum_strips, (ring, head, parts, panel, share, 1, D, LANES, DIAGONAL, COLUMNS)),
-            (_load_strips, (rows, cols, ring, share, num_n, num_m, D, LANES)),
+            (_sum_strips, (ring, kept, mine, head, parts, panel, share, 0, D, LANES, DIAGONAL,
+                           COLUMNS, SCALED)),
+            (_sum_strips, (ring, kept, other, head, parts, panel, share, 1, D, LANES, DIAGONAL,
+                           COLUMNS, SCALED)),
+            (_load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip
 
 
 # Backward

@@ -92,20 +92,22 @@ def _fold(x, FOLD: tl.constexpr):
 
 @triton.jit
 def _walk(
-    rows, cols, head, row_part, marks, block, first, last, row0, col0, n, N, M,
+    rows, cols, kept, head, row_part, row_pull, marks, block, first, last, row0, col0, n, N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, FOLD: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
-    UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+    UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Walk down row tiles [first, last) of one column block; see `sums`.
 
-    The rows' sums are stored tile by tile, the columns' returned, folded.
+    The rows' sums are stored tile by tile, the columns' returned, folded: of exponentials, and of
+    those times the products of features.
     """
     offset2 = tl.load(head + OFFSET2)
-    part = row_part + wide(block) * n
+    start = wide(block) * n
     local = block * TM
     col = col0 + local + tl.arange(0, TM)
     folded = tl.zeros((FOLD // 16, 8, TM), tl.float32)
+    pulled = folded
     # The one tile with pairs (i, i); it may lie above the panel or below it.
     diagonal = tl.where(col0 + local >= row0, (col0 + local - row0) // TN, -1)
     if UPPER:
@@ -119,27 +121,39 @@ def _walk(
             i = k + meets * (k >= diagonal).to(tl.int32)
             s = product(rows, cols, i * TN, local, D, TN, TM, TD, PRECISION)
             p = exp_scaled(s, head, offset2)
-            tl.store(part + i * TN + tl.arange(0, TN), tl.sum(p, 1))
+            at = start + i * TN + tl.arange(0, TN)
+            tl.store(row_part + at, tl.sum(p, 1))
             if COLUMNS:
                 folded += _fold(p, FOLD)
+            if SCALED:
+                tl.store(row_pull + at, tl.sum(p * s, 1))
+                pulled += _fold(p * s, FOLD)
+            if kept is not None:
+                kept.store([i * TN, local], p.to(kept.dtype))
     for k in tl.range(stop - meets, last, flatten=MASKED):
         i = tl.where((k < stop) & (meets > 0), diagonal, k)
         at = i * TN + tl.arange(0, TN)
         s = product(rows, cols, i * TN, local, D, TN, TM, TD, PRECISION)
         p = exp_scaled(s, head, offset2)
         p = tl.where(which(row0 + at, col, N, M, marks, KIND, IDS, SELF, UPPER)[1], p, 0.0)
-        tl.store(part + at, tl.sum(p, 1), at < n)
+        tl.store(row_part + start + at, tl.sum(p, 1), at < n)
         if COLUMNS:
             folded += _fold(p, FOLD)
-    return folded
+        if SCALED:
+            tl.store(row_pull + start + at, tl.sum(p * s, 1), at < n)
+            pulled += _fold(p * s, FOLD)
+        if kept is not None:
+            kept.store([i * TN, local], p.to(kept.dtype))
+    return folded, pulled
 
 
 @triton.jit
 def sums(
-    rows, cols, head, row_part, col_part, index, row_ids, col_ids, row0, col0, n, m, N, M, share,
+    rows, cols, kept, head, row_part, col_part, row_pull, col_pull, index, row_ids, col_ids,
+    row0, col0, n, m, N, M, share,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, FOLD: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
-    UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+    UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Sums of exp2(z - offset) over the negatives of rows and of columns: one exp a pair.
 
@@ -148,7 +162,8 @@ def sums(
     its part of each block. The columns' sums stay in registers meanwhile, the rows' are one store
     a tile: row_part (blocks, n); col_part (programs that met a block, m). Unless MASKED all columns
     exist, and only tiles on the diagonal and at the ragged end of the rows need a look at which
-    pairs count: they come after the others.
+    pairs count: they come after the others. Exponentials go to `kept` (n, m) if there is one; with
+    SCALED their sums times products of features to row_pull and col_pull.
     """
     tiles = tl.cdiv(n, TN)
     start = tl.program_id(0) * share
@@ -157,13 +172,16 @@ def sums(
     for block in range(start // tiles, tl.cdiv(stop, tiles)):
         first = tl.maximum(start - block * tiles, 0)
         last = tl.minimum(stop - block * tiles, tiles)
-        folded = _walk(rows, cols, head, row_part, marks, block, first, last, row0, col0, n, N, M,
-                       D, TN, TM, TD, FOLD, PRECISION, KIND, IDS, SELF, UPPER, COLUMNS,
-                       MASKED)  # fmt: skip
+        folded, pulled = _walk(
+            rows, cols, kept, head, row_part, row_pull, marks, block, first, last, row0, col0, n,
+            N, M, D, TN, TM, TD, FOLD, PRECISION, KIND, IDS, SELF, UPPER, COLUMNS, MASKED, SCALED
+        )  # fmt: skip
+        slot = tl.program_id(0) - block * tiles // share
+        at = block * TM + tl.arange(0, TM)
         if COLUMNS:
-            slot = tl.program_id(0) - block * tiles // share
-            at = block * TM + tl.arange(0, TM)
             tl.store(col_part + wide(slot) * m + at, tl.sum(tl.sum(folded, 0), 0), at < m)
+        if SCALED:
+            tl.store(col_pull + wide(slot) * m + at, tl.sum(tl.sum(pulled, 0), 0), at < m)
 
 
 @triton.jit

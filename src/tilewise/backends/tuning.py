@@ -45,6 +45,9 @@ HOPPER = Tiles(
     softplus=TileSize(128, 256, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
 )
+# Rows and columns of dz at a time: 66 x 88 tiles are whole waves of an H200's 132 processors, and
+# so nearly are the products of it.
+PANEL = (8448, 11264)
 # Of `hopper`, whose two groups of warps have a tile each.
 IN_TURN = Tiles(
     sums=TileSize(128, 128, 64, 4, 6),

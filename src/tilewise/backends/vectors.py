@@ -65,6 +65,19 @@ def measure(
 
 
 @triton.jit
+def scaled(out, x, factor, gain, count, D, BLOCK: tl.constexpr):
+    """x (rows, D) times a factor, or where there are none times each row's gain, rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    if gain is None:
+        value = value * tl.load(factor)
+    else:
+        value = value * tl.load(gain + at // D, inside, other=0.0)
+    tl.store(out + at, value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
 def _longest(norm, size, BLOCK: tl.constexpr):
     """The largest of norms, and 0 or NaN where one is not finite."""
     longest, spoilt = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
