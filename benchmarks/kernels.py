@@ -65,7 +65,7 @@ def make(name: str, size: TileSize, pairs: Pairs) -> tuple[Callable[[], object],
         forward = _Forward(pairs, Plan("logsumexp", True, False, "fused", 2**28, False))
         forward._begin()
         forward.ready = forward.ready._replace(tiles=forward.ready.tiles._replace(sums=size))
-        return lambda: forward._sums_of(size, 0, m, False), n * m
+        return lambda: forward._sums_of(size, Tile(0, n, 0, m), False), n * m
     softplus = name == "dz_of_softplus"
     plan = Plan("softplus" if softplus else "logsumexp", False, False, "fused", 2**28, False)
     backward = Backward(pairs, plan, Needs(True, True, False, False))

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.backends import dz, kernels, vectors
+from tilewise.backends import convert, dz, kernels, vectors
 from tilewise.backends.tuning import Target, tiles_for
 
 POINTERS = {
@@ -63,7 +63,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 VECTORS = {
-    "measure": {"KIND": INDEX, "PRECISION": "tf32x3", "BLOCK": 16, "TD": 64},
+    "measure": {"KIND": INDEX, "BLOCK": 16, "TD": 64},
     "begin": {"BLOCK": 1024},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
                "PARTS": 32, "BLOCK": 64},
@@ -71,14 +71,23 @@ VECTORS = {
         "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "COLS": True, "SUMS": True,
         "ON_FLAG": True,
     },
+    "largest": {"BLOCK": 16, "TD": 64},
+    "store_units": {"TOP": 14, "BLOCK": 1024},
+    "convert": {"WIDTH": 8, "FORM": 0, "COLS": True, "BLOCK": 16, "TD": 64},
+    "convert-split": {"WIDTH": 8, "FORM": 1, "COLS": True, "BLOCK": 16, "TD": 64},
+    "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
 FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats
-    d_cols stats d other_d vectors at_positive head out"""
+    d_cols stats d other_d vectors at_positive head out rows cols unit units"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "flag": "*i32", "index": "*i32",
 }  # fmt: skip
+# What kernels see of features: fp32 is split into fp16; fp8 is a copy of half-precision features.
+SCORES = {torch.float32: torch.float16}
+GRADIENTS = {torch.float32: torch.float16, torch.float8_e4m3fn: torch.bfloat16}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
 
 
@@ -90,18 +99,22 @@ def compile_variant(name, target, dtype, features, ones=()):
     values = {
         **COMMON, **options, "D": features, "TN": size.rows, "TM": size.cols, "TD": size.features,
         "FOLD": min(size.rows, 16 * size.warps), "GROUP": size.group,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    piece = (size.rows, size.cols // (4 if kernel_name == "dz_of_softplus" else 2))
+    scores, gradients = SHORT[SCORES.get(dtype, dtype)], SHORT[GRADIENTS.get(dtype, dtype)]
     blocks = {
-        "rows": (size.rows, size.features),
-        "cols": (size.cols, size.features),
-        "dz": (size.rows, size.cols // (4 if kernel_name == "dz_of_softplus" else 2)),
+        "rows": (scores, size.rows, size.features),
+        "cols": (scores, size.cols, size.features),
+        "dz": (gradients, *piece),
+        "rest": (gradients, *piece),
     }
+    if dtype != torch.float32:
+        del blocks["rest"]
+        values["rest"] = None
     signature, constants, attributes = {}, {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in blocks:
-            signature[argument] = "tensordesc<{}[{},{}]>".format(short, *blocks[argument])
+            signature[argument] = "tensordesc<{}[{},{}]>".format(*blocks[argument])
         elif argument in POINTERS:
             signature[argument] = "*" + POINTERS[argument]
             attributes[(position,)] = [["tt.divisibility", 16]]
@@ -124,7 +137,9 @@ def compile_variant(name, target, dtype, features, ones=()):
 def compile_vectors(target, size):
     """The kernels over vectors, for sizes of 1 (constants to Triton) or more."""
     for name, options in VECTORS.items():
-        kernel, values = getattr(vectors, name), {"BLOCK": 256, **options}
+        kernel_name = name.split("-")[0]
+        kernel = getattr(vectors, kernel_name, None) or getattr(convert, kernel_name)
+        values = {"BLOCK": 256, **options}
         signature, constants = {}, {}
         for position, argument in enumerate(kernel.arg_names):
             value = values.get(argument, 1 if size == 1 else None)

@@ -23,7 +23,10 @@ LAYERS = {
 }  # fmt: skip
 # A good reason beats a limit: Triton passes no state by reference, so a kernel's loop stays whole.
 LONG_FUNCTIONS = {"sums", "dz_of_softplus"}
-TRITON = {"kernels.py", "dz.py", "vectors.py", "fused_forward.py", "fused_backward.py"}
+TRITON = {
+    "kernels.py", "dz.py", "vectors.py", "convert.py", "operands.py", "fused_forward.py",
+    "fused_backward.py",
+}  # fmt: skip
 
 
 def modules():

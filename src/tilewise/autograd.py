@@ -23,6 +23,7 @@ PAIRS = (
     "Tensor? col_ids, Tensor? row_labels, Tensor? col_labels, str kind, bool skip_self"
 )
 PLAN = "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values"
+PLAN += ", str precision"
 NEEDS = "bool rows_need, bool cols_need, bool scale_needs, bool bias_needs"
 NUM_PAIRS, NUM_PLAN = len(Pairs._fields), len(Plan._fields)
 
@@ -60,7 +61,7 @@ def _plain(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backend(pairs: Pairs, plan: Plan) -> Backend:
-    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype)
+    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
     return backends.BACKENDS[choice.name]
 
 

@@ -68,4 +68,3 @@ def balanced(size: int, most: int, multiple: int) -> int:
     pieces = -(-size // max(most, multiple))
     step = -(-size // pieces)
     return -(-step // multiple) * multiple
-

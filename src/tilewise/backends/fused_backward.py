@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends import kernels, vectors
 from tilewise.backends.blocks import narrow, row_spans, store
+from tilewise.backends.convert import SPLIT
 from tilewise.backends.fused_forward import BLOCK, make_ready
 from tilewise.backends.plan import Grads, Needs, Plan
 from tilewise.backends.tuning import TileSize
@@ -30,6 +31,7 @@ class Panel(NamedTuple):
 
     tile: Tile
     dz: Tensor  # (n, m), rows at multiples of 16 bytes
+    rest: Tensor | None = None  # (n, m) likewise: what rounding dz took away, times REST
 
 
 class Backward:
@@ -43,10 +45,16 @@ class Backward:
         gains: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     ) -> None:
         self.pairs, self.plan, self.needs = pairs, plan, needs
-        self.gains, self.ready = gains, make_ready(pairs)
+        self.gains, self.ready = gains, make_ready(pairs, plan.precision)
         self.head = torch.empty(kernels.HEAD_SIZE, device=pairs.rows.device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=pairs.rows.device)
-        self.multiplier = MULTIPLIER.get(pairs.rows.dtype, 1.0)
+        # fp32 is split in two: its gradients are products of fp16.
+        self.split = self.ready.rows.form == SPLIT.value
+        self.dtype = torch.float16 if self.split else pairs.rows.dtype
+        self.multiplier = MULTIPLIER.get(self.dtype, 1.0)
+        units = self.ready.units
+        # What products of tiles are too large by, inverted; a number where nothing is converted.
+        self.inverse = 1.0 if units is None else units.double().prod().reciprocal()
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
             self.rows = pairs.rows.new_empty(pairs.rows.shape)
@@ -54,7 +62,7 @@ class Backward:
             make = self.head.new_zeros if pairs.symmetric else self.head.new_empty
             self.acc = make(pairs.columns.shape)
         self.acc_pointer = None if self.acc is None else self.acc.data_ptr()
-        self.factor = self.head[kernels.FACTOR.value]
+        self.factors = (self.head[kernels.FACTOR.value],) * 2
         self.scale, self.bias = self.head.new_zeros(2, dtype=exact_dtype(pairs.rows))
 
     # Panels and products
@@ -63,8 +71,9 @@ class Backward:
         """Fill panel after panel with dz, and multiply."""
         height, width = self._panel_shape()
         n, m, d = self.pairs.shape
-        unit = 16 // self.pairs.rows.element_size()
-        work = self.pairs.rows.new_empty(min(height, n) * (-(-min(width, m) // unit) * unit))
+        area = min(height, n) * _padded(min(width, m))
+        work = self.head.new_empty(2 if self.split else 1, area, dtype=self.dtype)
+        self._spread_factor()
         row_acc = self.head.new_empty(min(height, n), d) if self.rows is not None else None
         for span in spans(n, height):
             rows = slice(*span)
@@ -72,12 +81,18 @@ class Backward:
             if self.pairs.symmetric and self.acc is not None:
                 here = self.acc[rows]
             for tile in self._tiles(span, width):
-                panel = Panel(tile, _panel(work, tile, unit))
+                panel = Panel(tile, *(_panel(part, tile) for part in work))
                 dz_of(panel)
                 self._multiply(panel, here)
             if self.rows is not None and here is not None:
-                self._round(self.rows, rows, here, self.gains[0])
+                self._round(self.rows, rows, here, 0)
         return self._finish()
+
+    def _spread_factor(self) -> None:
+        """Rows are products with the columns as they are converted, columns with the rows."""
+        if self.split and self.ready.units is not None:
+            rows, cols = self.ready.units
+            self.factors = self.factors[0] / cols, self.factors[1] / rows
 
     def _tiles(self, span: tuple[int, int], width: int) -> Iterator[Tile]:
         n, m, _ = self.pairs.shape
@@ -90,37 +105,43 @@ class Backward:
         room = max(room - SPARE_BYTES, room // 2)
         # Of every tile: one that reached into the next panel would count its pairs twice.
         unit = max(max(tile.rows, tile.cols) for tile in self.ready.tiles[1:])
+        # Converted features lie beside dz: panels of rows, whose gradients do too, and of columns.
+        row_bytes, col_bytes = (x.bytes_per_row for x in (self.ready.rows, self.ready.cols))
         if self.pairs.symmetric:
-            side = balanced(n, int((room / size) ** 0.5), unit)
+            side = balanced(n, _side(size, row_bytes + col_bytes, room), unit)
             return side, side
-        height = balanced(n, min(PANEL_ROWS, max(1, room // (8 * d))), unit)
-        return height, balanced(m, (room - 4 * height * d) // (size * height), unit)
+        row_bytes += 4 * d
+        height = balanced(n, min(PANEL_ROWS, max(1, room // (2 * row_bytes))), unit)
+        most = (room - row_bytes * height) // (size * height + col_bytes)
+        return height, balanced(m, most, unit)
 
     def _multiply(self, panel: Panel, row_acc: Tensor | None) -> None:
-        tile, dz = panel
-        symmetric = self.pairs.symmetric
+        tile, symmetric = panel.tile, self.pairs.symmetric
+        dz = tuple(part for part in panel[1:] if part is not None)
         if row_acc is not None:
             first = tile.col_start == 0 and not symmetric
-            _add_product(row_acc, dz, self.ready.cols[tile.cols], first)
+            _add_products(row_acc, dz, self.ready.cols.parts(tile.cols), first)
         if self.acc is not None and not (symmetric and tile.row_start == tile.col_start):
             first = tile.row_start == 0 and not symmetric
-            _add_product(self.acc[tile.cols], dz.t(), self.ready.rows[tile.rows], first)
+            turned = tuple(part.t() for part in dz)
+            _add_products(self.acc[tile.cols], turned, self.ready.rows.parts(tile.rows), first)
 
-    def _round(self, out: Tensor, span: slice, acc: Tensor, gain: Tensor | None) -> None:
+    def _round(self, out: Tensor, span: slice, acc: Tensor, side: int) -> None:
         """A finished block, rounded into a gradient that may lie in its own memory."""
+        gain, factor = self.gains[side], self.factors[side]
         if gain is not None:
-            store(out, span, acc * self.factor, gain)
+            store(out, span, acc * factor, gain)
         elif out.data_ptr() == self.acc_pointer:
-            out[span] = torch.mul(acc, self.factor, out=torch.empty_like(out[span]))
+            out[span] = torch.mul(acc, factor, out=torch.empty_like(out[span]))
         else:
-            torch.mul(acc, self.factor, out=out[span])
+            torch.mul(acc, factor, out=out[span])
 
     def _finish(self) -> Grads:
         cols = None
         if self.acc is not None:
             cols = narrow(self.acc, self.pairs.rows.dtype)
             for span in row_spans(self.acc):
-                self._round(cols, span, self.acc[span], self.gains[1])
+                self._round(cols, span, self.acc[span], 1)
         sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)
         peak = self.head[kernels.PEAK.value]
         return Grads(*sides, *((x * peak).to(self.pairs.dtype) for x in (self.scale, self.bias)))
@@ -129,13 +150,14 @@ class Backward:
         self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2, **options: Any
     ) -> None:
         """A persistent kernel over the tiles of a panel."""
-        tile, dz = panel
+        tile, *parts = panel
         n, m, _ = self.pairs.shape
         height, width = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
         count = triton.cdiv(height, size.rows) * triton.cdiv(width, size.cols)
+        block = [size.rows, size.cols // pieces]
         kernel[(min(count, size.programs * self.ready.processors),)](
             *self.ready.descriptors(size, tile),
-            TensorDescriptor.from_tensor(dz, [size.rows, size.cols // pieces]),
+            *(x if x is None else TensorDescriptor.from_tensor(x, block) for x in parts),
             self.head, *args, tile.row_start, tile.col_start, height, width, n, m,
             GROUP=size.group, **self.ready.product(size), **options,
         )  # fmt: skip
@@ -149,9 +171,9 @@ class Backward:
         columns = upstream[1].numel() > 0
         col_stats, d_cols = (stats[1], upstream[1].contiguous()) if columns else (row_stats, d_rows)
         vectors.survey[(1,)](
-            self.head, self.flag, row_stats, d_rows, col_stats, d_cols, pairs.scale, n, m,
-            MULTIPLIER=self.multiplier, SUMS=self.plan.sums, COLUMNS=columns, BLOCK=4096,
-            num_warps=16,
+            self.head, self.flag, row_stats, d_rows, col_stats, d_cols, pairs.scale,
+            self.ready.units, n, m, MULTIPLIER=self.multiplier, SUMS=self.plan.sums,
+            COLUMNS=columns, BLOCK=4096, num_warps=16,
         )  # fmt: skip
         both = columns or pairs.symmetric
         row_vectors, at_positive = self.head.new_empty(6, n), self.head.new_empty(n)
@@ -205,24 +227,21 @@ class Backward:
             return
         vectors_kind = {"KIND": kind["KIND"], "SELF": kind["SELF"]}
         dz_kernels.mend[(triton.cdiv(panel.dz.shape[0], BLOCK),)](
-            panel.dz, panel.dz.stride(0), self.ready.marks[0], at_positive, tile.row_start,
+            *panel[1:], panel.dz.stride(0), self.ready.marks[0], at_positive, tile.row_start,
             tile.col_start, *panel.dz.shape, BLOCK=BLOCK, **vectors_kind,
         )  # fmt: skip
 
     def _add_to_scale(self, tile: Tile, parts: Tensor) -> None:
         """Sums (column tiles, n) of dz times the products of features."""
         diagonal = self.pairs.symmetric and tile.row_start == tile.col_start
-        self.scale += parts.sum(0).to(self.scale.dtype).sum() * (0.5 if diagonal else 1.0)
+        share = self.inverse * (0.5 if diagonal else 1.0)
+        self.scale += parts.sum(0).to(self.scale.dtype).sum() * share
 
     def _add_positives_to_scale(self, at_positive: Tensor) -> None:
         """What the positives' dz adds to the scale's gradient, outside of the tiles."""
-        n, m, d = self.pairs.shape
+        (n, m, _), index = self.pairs.shape, self.ready.marks[0]
         norm, dot = self.head.new_empty(2, n)
-        rows, cols, index = self.ready.rows, self.ready.cols, self.ready.marks[0]
-        vectors.measure[(triton.cdiv(n, 16),)](
-            rows, *rows.stride(), cols, *cols.stride(), index, norm, dot, n, m, d,
-            KIND=self.ready.kind()["KIND"], PRECISION=self.ready.precision, BLOCK=16, TD=64,
-        )  # fmt: skip
+        self.ready.measure(norm, dot)
         some = torch.arange(n, device=index.device) < m
         if self.pairs.positives is not None:
             some = (index >= 0) & (index < m)
@@ -252,7 +271,7 @@ class Backward:
                 sums[panel.tile.rows] += parts[0].sum(0)
             if scaled:
                 by_scale, by_bias = parts[1:].sum(1).to(self.scale.dtype).sum(1)
-                self.scale += by_scale
+                self.scale += by_scale * self.inverse
                 self.bias += by_bias
 
         return self.sweep(dz_of), sums
@@ -304,7 +323,8 @@ class Backward:
         scale = self.pairs.scale.to(self.head.dtype)
         zero = torch.zeros_like(scale)
         bias = zero if self.pairs.bias is None else self.pairs.bias.to(scale)
-        parts = (zero, zero, scale, bias, zero, zero, peak, scale * peak, zero)
+        factor = (scale * self.inverse).to(scale)
+        parts = (zero, zero, factor, bias, zero, zero, peak, scale * peak, zero)
         self.head.copy_(torch.stack(parts))
 
 
@@ -315,12 +335,12 @@ class Means(Backward):
         super().__init__(pairs, plan, Needs(True, False, True, False))
         self.rows = self.mean = self.head.new_empty(pairs.rows.shape)
         self.product = self.head.new_zeros(pairs.shape[0])
-
-    def _round(self, out: Tensor, span: slice, acc: Tensor, gain: Tensor | None) -> None:
-        torch.mul(acc, self.head[kernels.PEAK.value], out=out[span])
+        # Not times the scale.
+        self.factors = (self.head[kernels.PEAK.value],) * 2
 
     def _add_to_scale(self, tile: Tile, parts: Tensor) -> None:
-        self.product[tile.rows] += parts.sum(0) * self.head[kernels.PEAK.value]
+        peak = self.head[kernels.PEAK.value]
+        self.product[tile.rows] += parts.sum(0) * (peak * self.inverse)
 
 
 def _meets_an_edge(tile: Tile, size: TileSize) -> bool:
@@ -328,22 +348,40 @@ def _meets_an_edge(tile: Tile, size: TileSize) -> bool:
     return bool(tile.diagonal) or (tile.col_stop - tile.col_start) % size.cols != 0
 
 
-def _panel(work: Tensor, tile: Tile, unit: int) -> Tensor:
+def _padded(width: int) -> int:
+    """Numbers of 2 bytes from one row of dz to the next: a multiple of 16 bytes."""
+    return -(-width // 8) * 8
+
+
+def _panel(work: Tensor, tile: Tile) -> Tensor:
     """A panel of the workspace, its rows at multiples of 16 bytes."""
     n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
-    stride = -(-m // unit) * unit
-    return work[: n * stride].view(n, stride)[:, :m]
+    return work[: n * _padded(m)].view(n, _padded(m))[:, :m]
 
 
-def _add_product(acc: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """acc += a @ b, or = where it is the first: accumulated in fp32, whatever the inputs' dtype."""
-    beta = 0.0 if first else 1.0
-    if acc.dtype == a.dtype:
-        torch.addmm(acc, a, b, beta=beta, out=acc)
-    elif acc.is_cuda and not torch.version.hip:
-        if first:
-            torch.mm(a, b, out_dtype=torch.float32, out=acc)
-        else:
-            torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+def _side(pair_bytes: int, row_bytes: int, room: int) -> int:
+    """The largest side of a square of pairs, with something for each of its rows, in `room`."""
+    half = row_bytes / (2 * pair_bytes)
+    return int((half**2 + room / pair_bytes) ** 0.5 - half)
+
+
+def _add_products(
+    acc: Tensor, dz: tuple[Tensor, ...], features: tuple[Tensor, ...], first: bool
+) -> None:
+    """acc += dz @ features, or = where it is the first; small terms first where both are split."""
+    if len(dz) == 2:
+        _add_product(acc, dz[0], features[1], first)
+        _add_product(acc, dz[1], features[0], False, 1 / dz_kernels.REST.value)
+        first = False
+    _add_product(acc, dz[0], features[0], first)
+
+
+def _add_product(acc: Tensor, a: Tensor, b: Tensor, first: bool, alpha: float = 1.0) -> None:
+    """acc += alpha a @ b, or = a @ b where it is the first: in fp32, whatever the inputs' dtype."""
+    if not acc.is_cuda or torch.version.hip:
+        a, b, beta = a.to(acc.dtype), b.to(acc.dtype), 0.0 if first else 1.0
+        torch.addmm(acc, a, b, beta=beta, alpha=alpha, out=acc)
+    elif first:
+        torch.mm(a, b, out_dtype=torch.float32, out=acc)
     else:
-        torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), beta=beta, out=acc)
+        torch.addmm(acc, a, b, out_dtype=torch.float32, alpha=alpha, out=acc)

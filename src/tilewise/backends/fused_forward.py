@@ -8,10 +8,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import kernels, vectors
+from tilewise.backends.convert import SPLIT
+from tilewise.backends.operands import Operand, units_of
 from tilewise.backends.plan import Plan
 from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for
 from tilewise.pairs import Pairs
-from tilewise.tiles import Tile, balanced, spans
+from tilewise.tiles import Tile, balanced, row_of_tiles, spans
 
 # Slots a program of a vector kernel takes.
 BLOCK = 256
@@ -21,8 +23,9 @@ class Ready(NamedTuple):
     """Pairs as the kernels take them."""
 
     pairs: Pairs
-    rows: Tensor  # (N, D) as a descriptor wants it: a copy only where strides are odd
-    cols: Tensor
+    rows: Operand
+    cols: Operand
+    units: Tensor | None  # (2,) what features were multiplied with, where they are converted
     marks: tuple[Tensor, ...]  # positives' columns, row and column ids, row and column labels
     tiles: Tiles
     processors: int
@@ -35,34 +38,37 @@ class Ready(NamedTuple):
             "SELF": self.pairs.skip_self,
         }
 
-    @property
-    def precision(self) -> str:
-        """How products of fp32 are made: by three of tf32; the interpreter knows one way only."""
-        return "tf32x3" if self.rows.is_cuda else "ieee"
-
     def product(self, size: TileSize) -> dict[str, Any]:
         """What a kernel is told about its tile."""
         return {
-            "D": self.pairs.shape[2],
+            "D": self.rows.width,
             "TN": size.rows,
             "TM": size.cols,
             "TD": size.features,
-            "PRECISION": self.precision,
             "num_warps": size.warps,
             "num_stages": size.stages,
         }
 
     def descriptors(
-        self, size: TileSize, of: Tile | None = None
+        self, size: TileSize, of: Tile, flag: Tensor | None = None
     ) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Rows and columns, all or those of a panel, to be loaded tile by tile."""
-        rows, cols = self.rows, self.cols
-        if of is not None:
-            rows, cols = rows[of.rows], cols[of.cols]
+        """Rows and columns of a panel, to be loaded tile by tile; see `Operand.scores`."""
+        rows, cols = self.rows.scores(of.rows, flag), self.cols.scores(of.cols, flag)
         return (
             TensorDescriptor.from_tensor(rows, [size.rows, size.features]),
             TensorDescriptor.from_tensor(cols, [size.cols, size.features]),
         )
+
+    def measure(self, norm: Tensor, dot: Tensor, cols: bool = False) -> None:
+        """Lengths of the rows, and their products with their positives; or lengths of columns."""
+        sides = (self.rows, self.cols)[:: -1 if cols else 1]
+        x, other = (side.features for side in sides)
+        # fp8 is for the negatives: the one positive of a row is worth its own digits.
+        units = self.units if self.rows.form == SPLIT.value else None
+        vectors.measure[(triton.cdiv(len(x), 16),)](
+            x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, dot, len(x),
+            len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16, TD=64,
+        )  # fmt: skip
 
     def mirrored(self) -> "Ready":
         """The columns as rows: positives that are aligned or by label are so from both sides."""
@@ -72,8 +78,8 @@ class Ready(NamedTuple):
         )
 
 
-def make_ready(pairs: Pairs) -> Ready:
-    """Features behind strides that a descriptor takes, marks as int32."""
+def make_ready(pairs: Pairs, precision: str) -> Ready:
+    """Features to be converted panel by panel, marks as int32."""
     device = pairs.rows.device
     index = torch.empty(0, dtype=torch.int32, device=device)
     if pairs.positives is not None:
@@ -83,33 +89,21 @@ def make_ready(pairs: Pairs) -> Ready:
         _codes(a, b) if a is not None and b is not None else (index, index)
         for a, b in ((pairs.row_ids, pairs.col_ids), (pairs.row_labels, pairs.col_labels))
     )
-    rows = _strided(pairs.rows)
+    units = units_of(pairs, precision)
+    of_rows, of_cols = (None, None) if units is None else (units[:1], units[1:])
+    rows = Operand(pairs.rows, precision, of_rows, cols=False)
     count = 4
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
     return Ready(
         pairs,
         rows,
-        rows if pairs.cols is None else _strided(pairs.cols),
+        Operand(pairs.columns, precision, of_cols, cols=True),
+        units,
         (index, *ids, *labels),
-        tiles_for(target_of(device), rows.dtype),
+        tiles_for(target_of(device), rows.dtype if precision == "fp8" else pairs.rows.dtype),
         count,
     )
-
-
-def _strided(features: Tensor) -> Tensor:
-    """The features themselves, or a copy where rows do not begin at multiples of 16 bytes."""
-    size, (n, d) = features.element_size(), features.shape
-    unit = 16 // size
-    if (
-        features.stride(1) == 1
-        and features.stride(0) % unit == 0
-        and features.stride(0) >= d
-        and features.data_ptr() % 16 == 0
-    ):
-        return features
-    copy = features.new_empty(n, -(-d // unit) * unit)[:, :d]
-    return copy.copy_(features)
 
 
 def _codes(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +122,7 @@ class _Forward:
     """One log-sum-exp sweep: what it needs beforehand, its sums, and the stats made of them."""
 
     def __init__(self, pairs: Pairs, plan: Plan) -> None:
-        self.pairs, self.plan, self.ready = pairs, plan, make_ready(pairs)
+        self.pairs, self.plan, self.ready = pairs, plan, make_ready(pairs, plan.precision)
         n, m, _ = pairs.shape
         device = pairs.rows.device
         self.head = torch.empty(kernels.HEAD_SIZE, device=device)
@@ -153,59 +147,74 @@ class _Forward:
         return self.row_stats, self.col_stats
 
     def _begin(self) -> None:
-        n, m, d = self.pairs.shape
-        rows, cols, index = self.ready.rows, self.ready.cols, self.ready.marks[0]
-        size = {"PRECISION": self.ready.precision, "BLOCK": 16, "TD": 64}
-        vectors.measure[(triton.cdiv(n, 16),)](
-            rows, *rows.stride(), cols, *cols.stride(), index, self.row_norm, self.dot, n, m, d,
-            KIND=self.ready.kind()["KIND"], **size,
-        )  # fmt: skip
+        n, m, _ = self.pairs.shape
+        self.ready.measure(self.row_norm, self.dot)
         if not self.pairs.symmetric:
-            vectors.measure[(triton.cdiv(m, 16),)](
-                cols, *cols.stride(), rows, *rows.stride(), index, self.col_norm, self.dot, m, n,
-                d, KIND=0, **size,
-            )  # fmt: skip
+            self.ready.measure(self.col_norm, self.dot, cols=True)
         vectors.begin[(1,)](
-            self.head, self.flag, self.row_norm, self.col_norm, self.pairs.scale, n, m, BLOCK=1024
-        )
+            self.head, self.flag, self.row_norm, self.col_norm, self.pairs.scale,
+            self.ready.units, n, m, BLOCK=1024,
+        )  # fmt: skip
+
+    def _call_shape(self, ready: Ready, size: TileSize, part_bytes: int) -> tuple[int, int]:
+        """Rows and columns of a call: all, or as many as fit into the workspace when converted.
+
+        Half of it is for columns and for `part_bytes` a row and column block, a quarter for rows.
+        """
+        n, m, room = len(ready.rows), len(ready.cols), self.plan.workspace_bytes // 2
+        row_bytes, col_bytes = ready.rows.bytes_per_row, ready.cols.bytes_per_row
+        height = balanced(n, room // (2 * row_bytes), size.rows) if row_bytes else n
+        block_bytes = part_bytes * height + col_bytes * size.cols
+        return height, max(1, room // block_bytes) * size.cols if block_bytes else m
 
     def _sums(self) -> None:
-        """Column blocks in calls whose row sums fit; the last call makes the rows' stats."""
+        """Row panels, and column blocks in calls whose row sums fit; the last ones make stats."""
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
         marked = self.pairs.kind == "index" or self.pairs.row_ids is not None
         size = self.ready.tiles.masked if marked else self.ready.tiles.sums
         # A ragged block goes last, on its own: all of its tiles are masked.
         clean = 0 if marked else m // size.cols * size.cols
-        width = max(1, self.plan.workspace_bytes // (8 * n)) * size.cols
+        height, width = self._call_shape(self.ready, size, 4)
         calls = [(*span, False) for span in spans(clean, balanced(m, width, size.cols))]
         calls += [(clean + a, clean + b, True) for a, b in spans(m - clean, width)]
         rows = self.head.new_zeros(n, dtype=torch.float64)
         cols = rows if symmetric else rows.new_zeros(m)
-        for first, last, masked in calls:
-            row_part, col_part = self._sums_of(size, first, last, masked)
-            self._finish(row_part, rows, (0, n), last == m and not symmetric)
-            if symmetric or self.columns:
-                self._finish(col_part, cols, (first, last - first), not symmetric, cols=True)
+        for span in spans(n, height):
+            for first, last, masked in calls:
+                # Half of a symmetric z tells everything.
+                if not symmetric or last > span[0]:
+                    self._add_sums(size, Tile(*span, first, last), masked, (rows, cols))
         if symmetric:
-            self._finish(row_part[:0], rows, (0, n), True)
+            self._finish(self.head[:0], rows, (0, n), True)
 
-    def _sums_of(
-        self, size: TileSize, first: int, last: int, masked: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Partial sums of all rows (blocks, N) and of columns [first, last), (parts, columns)."""
-        n, m, _ = self.pairs.shape
-        symmetric, tiles = self.pairs.symmetric, triton.cdiv(n, size.rows)
-        blocks = triton.cdiv(last - first, size.cols)
+    def _add_sums(
+        self, size: TileSize, panel: Tile, masked: bool, totals: tuple[Tensor, Tensor]
+    ) -> None:
+        """Add a panel to the sums of its rows and columns."""
+        (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
+        row_part, col_part = self._sums_of(size, panel, masked)
+        span = panel.row_start, panel.row_stop - panel.row_start
+        self._finish(row_part, totals[0], span, panel.col_stop == m and not symmetric)
+        if symmetric or self.columns:
+            span = panel.col_start, panel.col_stop - panel.col_start
+            self._finish(col_part, totals[1], span, panel.row_stop == n and not symmetric, True)
+
+    def _sums_of(self, size: TileSize, panel: Tile, masked: bool) -> tuple[Tensor, Tensor]:
+        """Partial sums of a panel's rows (blocks, n) and of its columns (parts, m)."""
+        height, width = panel.row_stop - panel.row_start, panel.col_stop - panel.col_start
+        symmetric, tiles = self.pairs.symmetric, triton.cdiv(height, size.rows)
+        blocks = triton.cdiv(width, size.cols)
         # Above the diagonal blocks have unequal work: many small shares even that out.
         share = triton.cdiv(tiles, 8)
         if not symmetric:
             share = triton.cdiv(blocks * tiles, size.programs * self.ready.processors)
         # What nobody sweeps stays 0: tiles below the diagonal, parts that a block does not have.
-        row_part = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
-        col_part = self.head.new_zeros(triton.cdiv(tiles, share) + 1, last - first)
+        row_part = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, height)
+        col_part = self.head.new_zeros(triton.cdiv(tiles, share) + 1, width)
         kernels.sums[(triton.cdiv(blocks * tiles, share),)](
-            *self.ready.descriptors(size, Tile(0, n, first, last)), self.head, row_part, col_part,
-            *self.ready.marks[:3], 0, first, n, last - first, n, m, share,
+            *self.ready.descriptors(size, panel), self.head, row_part, col_part,
+            *self.ready.marks[:3], panel.row_start, panel.col_start, height, width,
+            *self.pairs.shape[:2], share,
             FOLD=min(size.rows, 16 * size.warps), UPPER=symmetric,
             COLUMNS=self.plan.columns or symmetric, MASKED=masked, **self.ready.kind(),
             **self.ready.product(size),
@@ -228,13 +237,17 @@ class _Forward:
 
     def _marked(self, ready: Ready, on_flag: bool, cols: bool) -> None:
         """Rows (or columns, as the rows of `ready`) with running maxima, if the flag is up."""
-        n, m = ready.rows.shape[0], ready.cols.shape[0]
+        n, m = len(ready.rows), len(ready.cols)
         size, symmetric = ready.tiles.marked, self.pairs.symmetric
         found = self.head.new_empty(8, n)
-        kernels.marked_sums[(triton.cdiv(n, size.rows),)](
-            *ready.descriptors(size), self.head, self.flag, found, *ready.marks, n, m,
-            SUMS=self.plan.sums, ON_FLAG=on_flag, **ready.kind(), **ready.product(size),
-        )  # fmt: skip
+        height, width = self._call_shape(ready, size, 0)
+        for panel in (tile for rows in spans(n, height) for tile in row_of_tiles(rows, m, width)):
+            features = ready.descriptors(size, panel, self.flag if on_flag else None)
+            kernels.marked_sums[(triton.cdiv(panel.row_stop - panel.row_start, size.rows),)](
+                *features, self.head, self.flag, found, *ready.marks, panel.row_start,
+                panel.col_start, panel.col_stop - panel.col_start, n, m, SUMS=self.plan.sums,
+                ON_FLAG=on_flag, **ready.kind(), **ready.product(size),
+            )  # fmt: skip
         kind = {k: v for k, v in ready.kind().items() if k != "IDS"}
         vectors.finish_marked[(triton.cdiv(n, BLOCK),)](
             found, self.col_stats if cols else self.row_stats, self.head, self.flag,

@@ -88,17 +88,18 @@ def target_of(device: torch.device) -> Target:
 
 
 def tiles_for(target: Target, dtype: torch.dtype) -> Tiles:
-    """The tiles for one target; fp32 takes half the tile and half the features at a time."""
+    """The tiles for features of one dtype on one target; of fp8 twice the features at a time.
+
+    fp32 is multiplied as fp16, but its dz is stored in two parts, which takes registers.
+    """
     if target.kind == "cpu":
         return INTERPRETER
     if target.kind == "hip":
         tiles = CDNA
     else:
         tiles = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}.get(target.version, AMPERE)
-    return tiles if dtype.itemsize == 2 else Tiles(*map(_for_fp32, tiles))
-
-
-def _for_fp32(size: TileSize) -> TileSize:
-    return size._replace(
-        rows=min(size.rows, 128), cols=min(size.cols, 64), features=size.features // 2
-    )
+    if dtype.itemsize == 1:
+        return Tiles(*(size._replace(features=2 * size.features) for size in tiles))
+    if dtype.itemsize == 4:
+        return tiles._replace(softplus=tiles.softplus._replace(cols=min(tiles.softplus.cols, 128)))
+    return tiles

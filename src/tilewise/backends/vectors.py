@@ -6,6 +6,7 @@ Whatever stands in a whole row of numbers is computed in fp64 and rounded once.
 import triton
 import triton.language as tl
 
+from tilewise.backends.convert import split
 from tilewise.backends.kernels import (
     ALIGNED,
     COL_POISON,
@@ -29,14 +30,21 @@ HEADROOM = tl.constexpr(89.0)
 
 
 @triton.jit
+def _inverse(units):
+    """What a product of features converted by `units` is to be multiplied with, in fp64."""
+    return 1.0 / (tl.load(units).to(tl.float64) * tl.load(units + 1).to(tl.float64))
+
+
+@triton.jit
 def measure(
-    x, x_row, x_col, other, other_row, other_col, index, norm, dot, N, M, D,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
+    x, x_row, x_col, other, other_row, other_col, units, index, norm, dot, N, M, D,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
 ):  # fmt: skip
     """Length of each row of x (N, D), and its product with its positive in `other` (M, D).
 
-    The product is made as those of the tiles are: tensor cores cut off what they add up, and a
-    gradient that is the difference of positives and negatives must see the same on both sides.
+    The product is made as those of the tiles are, split by `units` where they are: tensor cores
+    cut off what they add up, and a gradient that is the difference of positives and negatives must
+    see the same on both sides.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = x + row.to(tl.int64)[:, None] * x_row
@@ -56,12 +64,30 @@ def measure(
         spoilt += tl.sum(v * 0.0, 1)
         if KIND == ALIGNED or KIND == INDEX:
             right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
-            products = tl.dot(left, right.T, products, input_precision=PRECISION)
+            if units is None:
+                products = tl.dot(left, right.T, products)
+            else:
+                high, low = split(left, tl.load(units))
+                far_high, far_low = split(right, tl.load(units + 1))
+                near, far = tl.interleave(low, high), tl.interleave(far_high, far_low)
+                products = tl.dot(near, far.T, products)
+    if units is not None and (KIND == ALIGNED or KIND == INDEX):
+        for d in range(0, D, TD):
+            at = d + tl.arange(0, TD)[None, :]
+            inside = (row[:, None] < N) & (at < D)
+            left = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0)
+            right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
+            high, _ = split(left, tl.load(units))
+            far_high, _ = split(right, tl.load(units + 1))
+            products = tl.dot(high, far_high.T, products)
     # A finite row may be longer than a float: then it is the longest float, and no offset holds.
     tl.store(norm + row, tl.minimum(tl.sqrt(square), 3.4e38) + spoilt, row < N)
     if KIND == ALIGNED or KIND == INDEX:
         own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-        tl.store(dot + row, tl.sum(tl.where(own, products, 0.0), 1), row < N)
+        product = tl.sum(tl.where(own, products, 0.0), 1)
+        if units is not None:
+            product = (product.to(tl.float64) * _inverse(units)).to(tl.float32)
+        tl.store(dot + row, product, row < N)
 
 
 @triton.jit
@@ -77,26 +103,28 @@ def _longest(norm, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_scale(head, scale):
+def _store_scale(head, scale, units):
     """The scale, and in units of log 2 in two parts; returned as both.
 
     Beside an offset the low part would be lost. Forward and backward choose theirs apart but must
-    see the same logits, so a scale that may need an offset goes without.
+    see the same logits, so a scale that may need an offset goes without. Both parts take back the
+    `units` of the features, powers of two.
     """
     factor = tl.load(scale).to(tl.float32)
     exact = factor.to(tl.float64) * LOG2E
     high = exact.to(tl.float32)
     tl.store(head + SCALE, factor)
-    tl.store(head + SCALE2, high)
-    low = (exact - high.to(tl.float64)).to(tl.float32)
-    tl.store(head + LOW, tl.where(tl.abs(high) <= 60.0, low, 0.0))
+    low = tl.where(tl.abs(high) <= 60.0, exact - high.to(tl.float64), 0.0)
+    inverse = 1.0 if units is None else _inverse(units)
+    tl.store(head + SCALE2, (high.to(tl.float64) * inverse).to(tl.float32))
+    tl.store(head + LOW, (low * inverse).to(tl.float32))
     return factor, high
 
 
 @triton.jit
-def begin(head, flag, row_norm, col_norm, scale, N, M, BLOCK: tl.constexpr):
+def begin(head, flag, row_norm, col_norm, scale, units, N, M, BLOCK: tl.constexpr):
     """The head of a forward: scale, a fixed offset that no exponent exceeds by HEADROOM, poison."""
-    factor, scale2 = _store_scale(head, scale)
+    factor, scale2 = _store_scale(head, scale, units)
     rows, row_spoilt = _longest(row_norm, N, BLOCK)
     cols, col_spoilt = _longest(col_norm, M, BLOCK)
     bound = tl.abs(scale2) * rows * cols
@@ -248,7 +276,7 @@ def _survey_side(stats, d, size, state, SUMS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
+def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, units, N, M,
            MULTIPLIER: tl.constexpr, SUMS: tl.constexpr, COLUMNS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
     """The head of a backward: one offset if it can serve all rows and columns, else a flag.
@@ -266,7 +294,7 @@ def survey(head, flag, row_stats, d_rows, col_stats, d_cols, scale, N, M,
     # Powers of two divide exactly. exp2 of an integer is one.
     peak = tl.where(largest > 0, tl.exp2(tl.floor(tl.log2(largest))), 1.0)
     high, low = tl.max(state[1], 0) * LOG2E, tl.min(state[2], 0) * LOG2E
-    factor, _ = _store_scale(head, scale)
+    factor, _ = _store_scale(head, scale, units)
     offset = tl.where(high > -INF, tl.maximum(high - 58.0, -100.0), 0.0)
     offset = tl.where((high <= 80.0) & (low >= -80.0), 0.0, offset)
     tl.store(head + OFFSET2, offset)
