@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from tilewise import autograd, backends
-from tilewise.backends.plan import Plan
+from tilewise.backends.plan import PRECISIONS, Plan
 from tilewise.errors import DtypeError, OptionError
 from tilewise.pairs import (
     Both,
@@ -27,6 +27,7 @@ class SweepOptions(TypedDict, total=False):
     backend: str  # "auto" (default), "fused", "chunked" or "dense"
     workspace_mib: float  # most memory for tiles at work, 256 by default
     check_values: bool  # read scale and indices back from a device to check them
+    precision: str  # "exact" (default), or "fp8": scores of half-precision features rounded to e4m3
 
 
 class Reduced(NamedTuple):
@@ -74,7 +75,7 @@ def reduce_pairs(
             and softplus(-z) over positives.
         columns: whether the columns are reduced too, in the same sweep.
         sums: whether sums and counts of the negatives are wanted, for label smoothing.
-        how: backend, workspace_mib and check_values, see `SweepOptions`.
+        how: backend, workspace_mib, check_values and precision, see `SweepOptions`.
 
     Returns:
         Stats of the rows (N,) and of the columns (M,), differentiable once in rows, cols, scale
@@ -148,7 +149,10 @@ def _plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> Plan:
     check_values = how.get("check_values", False)
     if not isinstance(check_values, bool):
         raise DtypeError(f"check_values must be True or False, got {check_values!r}")
-    return Plan(reduction, columns, sums, backend, int(workspace_mib * 2**20), check_values)
+    precision = how.get("precision", "exact")
+    check_choice("precision", precision, PRECISIONS)
+    workspace_bytes = int(workspace_mib * 2**20)
+    return Plan(reduction, columns, sums, backend, workspace_bytes, check_values, precision)
 
 
 def _frozen(pairs: Pairs) -> bool:
