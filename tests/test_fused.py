@@ -265,8 +265,8 @@ def test_fp32_keeps_small_weights():
     weight = torch.ones(60)
     weight[7] = 1e-6
     grads = []
-    for rows, y, backend in ((a, b, "fused"), (a.double(), b.double(), "dense")):
-        x = rows.clone().requires_grad_()
+    for rows, cols, backend in ((a, b, "fused"), (a.double(), b.double(), "dense")):
+        x, y = rows.clone().requires_grad_(), cols.clone().requires_grad_()
         tw.info_nce(x, y, 20.0, weight=weight.to(x), reduction="sum", backend=backend).backward()
         grads.append(x.grad.double())
     error = (grads[0] - grads[1]).norm(dim=1) / grads[1].norm(dim=1)
@@ -318,7 +318,7 @@ def test_fp8_of_features_that_it_holds(name):
 
 
 def test_fp8_rounds_the_negatives_only():
-    """Scores are off, the positive's is not: with one row there is nothing else."""
+    """The log-sum-exp is off by what e4m3 takes away, the positive's logit is not."""
     a, b = unit(70, 64).half(), unit(70, 64).half()
     exact, rounded = (
         tw.reduce_pairs(a, b, 5.0, backend="fused", precision=precision).rows
