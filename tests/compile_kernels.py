@@ -77,6 +77,11 @@ VECTORS = {
     "convert-split": {"WIDTH": 8, "FORM": 1, "COLS": True, "BLOCK": 16, "TD": 64},
     "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
+    "measure-plain": {"units": None, "KIND": INDEX, "BLOCK": 16, "TD": 64},
+    "begin-plain": {"units": None, "BLOCK": 1024},
+    "survey-plain": {
+        "units": None, "MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096,
+    },
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
 FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats
@@ -144,7 +149,7 @@ def compile_vectors(target, size):
         for position, argument in enumerate(kernel.arg_names):
             value = values.get(argument, 1 if size == 1 else None)
             signature[argument] = POINTERS_OF_VECTORS.get(argument, "i32")
-            if argument not in POINTERS_OF_VECTORS and value is not None:
+            if argument in values or (argument not in POINTERS_OF_VECTORS and value is not None):
                 signature[argument], constants[(position,)] = "constexpr", value
         gpu = GPUTarget(target.kind, target.version, 32)
         triton.compile(ASTSource(kernel, signature, constants, {}), target=gpu)
