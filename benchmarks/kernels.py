@@ -12,15 +12,17 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from tilewise.backends import dz, kernels
-from tilewise.backends.fused_backward import Backward, Panel
+from tilewise.backends import dz, hopper_dz, kernels
+from tilewise.backends.fused_backward import Panel
+from tilewise.backends.fused_forward import Panel as ForwardPanel
 from tilewise.backends.fused_forward import _Forward
+from tilewise.backends.fused_softplus import Softplus
 from tilewise.backends.plan import Needs, Plan
 from tilewise.backends.tuning import TileSize
 from tilewise.pairs import Pairs, make_pairs
 from tilewise.tiles import Tile
 
-PANEL = (8192, 13312)
+PANEL = (8448, 11264)
 CANDIDATES = {
     "sums": [TileSize(256, 128, 64, 8, stages) for stages in (3, 4)],
     "dz_of_sums": [
@@ -35,6 +37,13 @@ CANDIDATES = {
         *(TileSize(128, 128, 64, 4, 3, group, 2) for group in (16, 32)),
         TileSize(128, 128, 64, 8, 3, 32, 2),
     ],
+}
+
+
+IN_TURN = {
+    "sums": [TileSize(128, 128, 64, 4, stages) for stages in (4, 6)],
+    "dz_of_sums": [TileSize(128, 128, 64, 4, stages, 16) for stages in (4, 5)],
+    "dz_of_softplus": [TileSize(128, 128, 64, 4, 5, group) for group in (16, 32)],
 }
 
 
@@ -58,17 +67,20 @@ def ceiling(seconds: float) -> float:
     return 2 * 8192**3 / sustained(lambda: torch.mm(a, b, out=out), seconds) / 1e9
 
 
-def make(name: str, size: TileSize, pairs: Pairs) -> tuple[Callable[[], object], int]:
-    """(a call that runs the kernel once, pairs it looks at)."""
+def make(
+    name: str, size: TileSize, pairs: Pairs, in_turn: bool
+) -> tuple[Callable[[], object], int]:
+    """(a call that runs the kernel once, pairs it looks at); `in_turn` for those of `hopper`."""
     n, m, _ = pairs.shape
     if name == "sums":
         forward = _Forward(pairs, Plan("logsumexp", True, False, "fused", 2**28, False))
         forward._begin()
-        forward.ready = forward.ready._replace(tiles=forward.ready.tiles._replace(sums=size))
-        return lambda: forward._sums_of(size, 0, m, False), n * m
+        whole = Tile(0, n // 2, 0, m)
+        panel = ForwardPanel(whole, size, in_turn=in_turn, masked=False, kept=None)
+        return lambda: forward._sweep(panel, forward._parts(panel)), n // 2 * m
     softplus = name == "dz_of_softplus"
     plan = Plan("softplus" if softplus else "logsumexp", False, False, "fused", 2**28, False)
-    backward = Backward(pairs, plan, Needs(True, True, False, False))
+    backward = Softplus(pairs, plan, Needs(True, True, False, False))
     backward._softplus_head(torch.ones((), device="cuda"))
     panel = Panel(Tile(0, PANEL[0], 0, PANEL[1]), pairs.rows.new_empty(PANEL))
     ones = torch.ones(max(n, m), device="cuda")
@@ -81,6 +93,14 @@ def make(name: str, size: TileSize, pairs: Pairs) -> tuple[Callable[[], object],
     else:
         options = {"COLUMNS": True, "SCALED": False}
         args = (backward.flag, ones, ones, parts)
+    if in_turn:
+        if softplus:
+            args, options = args[:3], {"VALUES": True, "COLUMNS": False, "SCALED": False}
+        else:
+            options["DIAGONAL"] = True
+        kernel = getattr(hopper_dz, name)
+        launch = lambda: backward._launch_in_turn(kernel, size, panel, *args, **options)  # noqa: E731
+        return launch, PANEL[0] * PANEL[1]
     kernel = getattr(dz, name)
     return (
         lambda: backward._launch(kernel, size, panel, *args, **kind, **options),
@@ -102,16 +122,18 @@ def main() -> None:
     )
     best = ceiling(2.0)
     print(f"cuBLAS 8192^3: {best:.0f} TFLOP/s")
-    for name, sizes in CANDIDATES.items():
-        for size in sizes:
-            try:
-                call, count = make(name, size, pairs)
-                ms = sustained(call, options.seconds)
-            except Exception as error:  # a tile that does not compile is a line of the table
-                print(f"{name:15} {tuple(size)}: {type(error).__name__}", flush=True)
-                continue
-            rate = 2 * count * options.features / ms / 1e9
-            print(f"{name:15} {tuple(size)!s:32} {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
+    candidates = [(name, size, False) for name, sizes in CANDIDATES.items() for size in sizes]
+    candidates += [(name, size, True) for name, sizes in IN_TURN.items() for size in sizes]
+    for name, size, in_turn in candidates:
+        try:
+            call, count = make(name, size, pairs, in_turn)
+            ms = sustained(call, options.seconds)
+        except Exception as error:  # a tile that does not compile is a line of the table
+            print(f"{name:15} {tuple(size)}: {type(error).__name__}", flush=True)
+            continue
+        rate = 2 * count * options.features / ms / 1e9
+        turn = "in turn" if in_turn else ""
+        print(f"{name:15} {tuple(size)!s:32} {turn:8} {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
     print(f"cuBLAS 8192^3: {ceiling(2.0):.0f} TFLOP/s")
 
 

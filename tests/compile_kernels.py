@@ -14,8 +14,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from tilewise.backends import dz, kernels, vectors
+from tilewise.backends import convert, dz, hopper, hopper_dz, kernels, tuning, vectors
 from tilewise.backends.tuning import Target, tiles_for
 
 FLOAT_POINTERS = """head flag row_part col_part row_pull col_pull out row_gain col_gain row_vectors
@@ -25,13 +27,8 @@ POINTERS = {
     **dict.fromkeys(FLOAT_POINTERS.split(), "fp32"), **dict.fromkeys(INT_POINTERS.split(), "i32"),
 }  # fmt: skip
 COMMON = {
-    "IDS": False,
-    "SELF": False,
-    "UPPER": False,
-    "COLUMNS": True,
-    "SCALED": False,
-    "kept": None,
-}
+    "IDS": False, "SELF": False, "UPPER": False, "COLUMNS": True, "SCALED": False, "kept": None,
+}  # fmt: skip
 ALIGNED, INDEX, LABEL = (kernels.KINDS[name] for name in ("aligned", "index", "label"))
 VARIANTS = {
     "sums": ("sums", "sums", {"KIND": ALIGNED, "MASKED": False}),
@@ -70,7 +67,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 VECTORS = {
-    "measure": {"KIND": INDEX, "PRECISION": "tf32x3", "BLOCK": 16, "TD": 64},
+    "measure": {"KIND": INDEX, "BLOCK": 16, "TD": 64},
     "begin": {"BLOCK": 1024},
     "scaled": {"BLOCK": 2048},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
@@ -79,14 +76,28 @@ VECTORS = {
         "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "COLS": True, "SUMS": True,
         "ON_FLAG": True,
     },
+    "largest": {"BLOCK": 16, "TD": 64},
+    "store_units": {"TOP": 14, "BLOCK": 1024},
+    "convert": {"WIDTH": 8, "FORM": 0, "COLS": True, "BLOCK": 16, "TD": 64},
+    "convert-split": {"WIDTH": 8, "FORM": 1, "COLS": True, "BLOCK": 16, "TD": 64},
+    "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
+    "measure-plain": {"units": None, "KIND": INDEX, "BLOCK": 16, "TD": 64},
+    "begin-plain": {"units": None, "BLOCK": 1024},
+    "survey-plain": {
+        "units": None, "MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096,
+    },
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
-FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats
-    d_cols stats d other_d vectors at_positive head out flag memo factor gain"""
+FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats d_cols
+    stats d other_d vectors at_positive head out rows cols unit units flag memo factor gain"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "index": "*i32",
 }  # fmt: skip
+# What kernels see of features: fp32 is split into fp16; fp8 is a copy of half-precision features.
+SCORES = {torch.float32: torch.float16}
+GRADIENTS = {torch.float32: torch.float16, torch.float8_e4m3fn: torch.bfloat16}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
 
 
@@ -98,18 +109,22 @@ def compile_variant(name, target, dtype, features, ones=()):
     values = {
         **COMMON, **options, "D": features, "TN": size.rows, "TM": size.cols, "TD": size.features,
         "FOLD": min(size.rows, 16 * size.warps), "GROUP": size.group,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    piece = (size.rows, size.cols // (4 if kernel_name == "dz_of_softplus" else 2))
+    scores, gradients = SHORT[SCORES.get(dtype, dtype)], SHORT[GRADIENTS.get(dtype, dtype)]
     blocks = {
-        "rows": (size.rows, size.features),
-        "cols": (size.cols, size.features),
-        "dz": (size.rows, size.cols // (4 if kernel_name == "dz_of_softplus" else 2)),
+        "rows": (scores, size.rows, size.features),
+        "cols": (scores, size.cols, size.features),
+        "dz": (gradients, *piece),
+        "rest": (gradients, *piece),
     }
+    if dtype != torch.float32:
+        del blocks["rest"]
+        values["rest"] = None
     signature, constants, attributes = {}, {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in blocks:
-            signature[argument] = "tensordesc<{}[{},{}]>".format(short, *blocks[argument])
+            signature[argument] = "tensordesc<{}[{},{}]>".format(*blocks[argument])
         elif argument in POINTERS:
             signature[argument] = "*" + POINTERS[argument]
             attributes[(position,)] = [["tt.divisibility", 16]]
@@ -129,15 +144,58 @@ def compile_variant(name, target, dtype, features, ones=()):
     return triton.compile(source, target=gpu, options=options)
 
 
+IN_TURN = {
+    "in-turn-sums": ("sums", "sums", {"LANES": 4, "SCALED": False, "kept": None}),
+    "in-turn-sums-keep": ("sums", "sums", {"LANES": 4, "SCALED": False}),
+    "in-turn-dz": ("dz_of_sums", "dz", {"SCALED": False}),
+    "in-turn-dz-scale": ("dz_of_sums", "dz", {"SCALED": True}),
+    "in-turn-softplus": ("dz_of_softplus", "softplus", {"SCALED": False}),
+}
+
+
+def compile_in_turn(name, dtype, features):
+    """The compiled kernel of `hopper`."""
+    kernel_name, tile_name, options = IN_TURN[name]
+    kernel = getattr(hopper_dz if kernel_name.startswith("dz") else hopper, kernel_name)
+    size = getattr(tuning.IN_TURN, tile_name)
+    stages = size.stages - (2 if name.endswith("keep") else 0)
+    values = {
+        "D": features, "STAGES": stages, "GROUP": size.group, "DIAGONAL": True,
+        "COLUMNS": kernel_name != "dz_of_softplus", "VALUES": True, **options,
+    }  # fmt: skip
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    shapes = {
+        "rows": (size.rows, size.features), "cols": (size.cols, size.features),
+        "dz": (size.rows, size.cols), "kept": (size.rows, size.cols),
+    }  # fmt: skip
+    signature, constants, attributes = {}, {}, {}
+    for position, argument in enumerate(kernel.arg_names):
+        if argument in values:
+            signature[argument], constants[(position,)] = "constexpr", values[argument]
+        elif argument in shapes:
+            signature[argument] = "tensordesc<{}[{},{}],{!r}>".format(
+                SHORT[dtype], *shapes[argument], layout
+            )
+        elif argument in POINTERS:
+            signature[argument] = "*" + POINTERS[argument]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "i32"
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
 def compile_vectors(target, size):
     """The kernels over vectors, for sizes of 1 (constants to Triton) or more."""
     for name, options in VECTORS.items():
-        kernel, values = getattr(vectors, name), {"BLOCK": 256, **options}
+        kernel_name = name.split("-")[0]
+        kernel = getattr(vectors, kernel_name, None) or getattr(convert, kernel_name)
+        values = {"BLOCK": 256, **options}
         signature, constants = {}, {}
         for position, argument in enumerate(kernel.arg_names):
             value = values.get(argument, 1 if size == 1 else None)
             signature[argument] = POINTERS_OF_VECTORS.get(argument, "i32")
-            if argument not in POINTERS_OF_VECTORS and value is not None:
+            if argument in values or (argument not in POINTERS_OF_VECTORS and value is not None):
                 signature[argument], constants[(position,)] = "constexpr", value
         gpu = GPUTarget(target.kind, target.version, 32)
         triton.compile(ASTSource(kernel, signature, constants, {}), target=gpu)
@@ -167,7 +225,10 @@ def spills(ptx, version):
 
 
 def report(name, target, dtype, features):
-    compiled = compile_variant(name, target, dtype, features)
+    if name in IN_TURN:
+        compiled = compile_in_turn(name, dtype, features)
+    else:
+        compiled = compile_variant(name, target, dtype, features)
     text = compiled.asm["ptx" if target.kind == "cuda" else "amdgcn"]
     found = {
         "name": name,
@@ -193,6 +254,7 @@ if __name__ == "__main__":
             compile_variant(variant, Target(kind, int(version)), getattr(torch, dtype), 8,
                             ones=("N", "M", "n", "m"))  # fmt: skip
         sys.exit()
-    for variant in names or VARIANTS:
+    turns = tuning.tiles_in_turn(Target(kind, int(version)), getattr(torch, dtype))
+    for variant in names or [*VARIANTS, *(IN_TURN if turns else ())]:
         found = report(variant, Target(kind, int(version)), getattr(torch, dtype), 768)
         sys.stdout.write(json.dumps(found) + "\n")

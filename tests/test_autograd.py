@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
-from tilewise import autograd
+from tilewise import autograd, dot_rows
 from tilewise.backends.plan import Plan
 from tilewise.pairs import make_pairs
 
@@ -115,9 +115,9 @@ def op_calls():
         "weigh-transposed": (autograd.weigh, (*turned, *softplus, weight, True, True, True, False)),
         "weigh": (autograd.weigh, (*soft, *softplus, weight, True, True, True, True)),
         "gain": (autograd._gain, (grads, gain)),
-        "dot_rows": (autograd.dot_rows, (rows, own.clone().requires_grad_())),
+        "dot_rows": (dot_rows.dot_rows, (rows, own.clone().requires_grad_())),
         "dot_rows_backward": (
-            autograd._dot_rows_backward,
+            dot_rows._dot_rows_backward,
             (rows.detach(), own, torch.randn(6, 2), True, True),
         ),
     }

@@ -58,6 +58,9 @@ BAD = {
     "backend": (lambda: tw.clip_loss(A, B, 1.0, backend="cuda"), tw.OptionError, "backend must be one of 'auto'.*got 'cuda'"),
     "backend refused": (lambda: tw.clip_loss(A, B, 1.0, backend="fused"), tw.BackendError, "'fused' cannot run: it needs a CUDA.*backend='auto'"),
     "workspace": (lambda: tw.clip_loss(A, B, 1.0, workspace_mib=0), tw.OptionError, "workspace_mib must be positive, got 0"),
+    "precision": (lambda: tw.clip_loss(A, B, 1.0, precision="tf32"), tw.OptionError, "precision must be one of 'exact', 'fp8', got 'tf32'"),
+    "precision refused": (
+        lambda: tw.clip_loss(A.half(), B.half(), 1.0, precision="fp8"), tw.OptionError, "precision='fp8' cannot be had: it needs a CUDA device, got cpu; leave precision at 'exact'"),
     "unknown option": (lambda: tw.clip_loss(A, B, 1.0, workspace=1), tw.OptionError, "unknown option 'workspace'.*workspace_mib"),
     "softplus on itself": (lambda: tw.reduce_pairs(A, None, positives=None, reduction="softplus"), tw.OptionError, "needs columns of its own.*cols=rows"),
     "two ids on itself": (lambda: tw.reduce_pairs(A, None, positives=None, ids=(INT, INT)), tw.OptionError, "ids must be one tensor where the columns are the rows"),
@@ -117,6 +120,7 @@ def test_fused_says_what_it_needs(monkeypatch):
     from tilewise.backends import fused
 
     cuda = torch.device("cuda")
+    monkeypatch.setattr(fused, "_missing", fused._missing.__wrapped__)
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'tilewise[fused]'" in fused.refusal(cuda, torch.bfloat16)
     monkeypatch.setattr(torch, "__version__", "2.5.1")

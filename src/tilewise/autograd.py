@@ -1,8 +1,8 @@
 """The one differentiable operation, a sweep over all pairs, as custom ops. Only autograd here.
 
 `reduce` and its backward `differentiate`; `attend`, a reduce over frozen columns that brings the
-gradient along; `weigh`, a softplus sum under known weights that does the same; and `dot_rows`,
-the logits of each row's own negatives. Arguments are `Pairs` and `Plan`, one after the other.
+gradient along; and `weigh`, a softplus sum under known weights that does the same. Arguments are
+`Pairs` and `Plan`, one after the other.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tilewise.backends import fused
 from tilewise.backends.blocks import narrow, pull_rows, row_spans
 from tilewise.backends.plan import Backend, Grads, Needs, Plan, Swept
 from tilewise.errors import GradError
-from tilewise.pairs import Pairs, accumulate_dtype, check_values
+from tilewise.pairs import Pairs, check_values
 
 PAIRS = (
     "Tensor rows, Tensor? cols, Tensor scale, Tensor? bias, Tensor? positives, Tensor? row_ids, "
@@ -25,7 +25,7 @@ PAIRS = (
 )
 PLAN = (
     "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values, "
-    "int keep_bytes, bool scaled"
+    "str precision, int keep_bytes, bool scaled"
 )
 NEEDS = "bool rows_need, bool cols_need, bool scale_needs, bool bias_needs"
 NUM_PAIRS, NUM_PLAN = len(Pairs._fields), len(Plan._fields)
@@ -52,7 +52,7 @@ def _checked(args: tuple[Any, ...]) -> Call:
     return call
 
 
-def _plain(body: Callable[..., Any]) -> Callable[..., Any]:
+def plain(body: Callable[..., Any]) -> Callable[..., Any]:
     """The body of an op, run as it is written whatever autocast is in force around it."""
 
     @functools.wraps(body)
@@ -64,7 +64,7 @@ def _plain(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backend(pairs: Pairs, plan: Plan) -> Backend:
-    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype)
+    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
     return backends.BACKENDS[choice.name]
 
 
@@ -77,7 +77,7 @@ def _backend(pairs: Pairs, plan: Plan) -> Backend:
     mutates_args=(),
     schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-@_plain
+@plain
 def reduce(*args: Any) -> Swept:
     """Packed `Stats` of rows and columns, differentiable in rows, cols, scale and bias."""
     pairs, plan, _ = _checked(args)
@@ -105,7 +105,7 @@ def _(*args: Any) -> Swept:
         f"Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-@_plain
+@plain
 def _differentiate(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs, plan, rest = _parse(args)
     rows, cols, memo, *more = rest
@@ -128,7 +128,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         f"Tensor d_row_stats, Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-@_plain
+@plain
 def _differentiate_kept(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pairs, plan, rest = _parse(args)
     return _gradients(pairs, plan, Swept(*rest[:4]), rest[4:])
@@ -240,18 +240,19 @@ def _reduce_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None,
 reduce.register_autograd(_reduce_backward, setup_context=_save_reduce)
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """For a backward that raises."""
 
 
-def _no_second_derivative(ctx: Any, *upstream: Tensor | None) -> tuple[None, ...]:
+def no_second_derivative(ctx: Any, *upstream: Tensor | None) -> tuple[None, ...]:
+    """The backward of a backward."""
     raise GradError(
         "the sweep has first derivatives only, got a backward through its backward; call "
         "backward without create_graph=True, or write the loss in plain PyTorch for a small batch"
     )
 
 
-_differentiate.register_autograd(_no_second_derivative, setup_context=_save_nothing)
+_differentiate.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
 # attend: row stats (5, N) over frozen columns, the mean column (N, D) of each row, and its product
@@ -261,7 +262,7 @@ _differentiate.register_autograd(_no_second_derivative, setup_context=_save_noth
 @torch.library.custom_op(
     "tilewise::attend", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor, Tensor)"
 )
-@_plain
+@plain
 def attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Packed `Stats` of rows, differentiable in rows and scale, and the means; see the backends."""
     pairs, plan, _ = _checked(args)
@@ -280,7 +281,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     mutates_args=("mean",),
     schema=f"({PAIRS}, {PLAN}, Tensor(a!) mean, Tensor product, Tensor d_row_stats) -> Tensor",
 )
-@_plain
+@plain
 def _pull_rows(*args: Any) -> Tensor:
     """Turn the means into d_rows in their own memory; returns the scale's gradient."""
     pairs, _, (mean, product, d_stats) = _parse(args)
@@ -328,7 +329,7 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-@_plain
+@plain
 def weigh(*args: Any) -> tuple[Tensor, ...]:
     """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
     pairs, plan, (weight, *needs) = _checked(args)
@@ -347,7 +348,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "tilewise::gain_", mutates_args=("grads",), schema="(Tensor(a!) grads, Tensor gain) -> ()"
 )
-@_plain
+@plain
 def _gain(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient by its gain, in the gain's precision, in place."""
     if grads.is_contiguous() and fused.refusal(grads.device, grads.dtype) is None:
@@ -385,64 +386,3 @@ def _weigh_backward(ctx: Any, upstream: Tensor | None, *_unused: None) -> tuple[
 
 
 weigh.register_autograd(_weigh_backward, setup_context=_save_weigh)
-
-
-# dot_rows: rows_i . own_ih for each row's own features, (N, H)
-
-
-@torch.library.custom_op(
-    "tilewise::dot_rows", mutates_args=(), schema="(Tensor rows, Tensor own) -> Tensor"
-)
-@_plain
-def dot_rows(rows: Tensor, own: Tensor) -> Tensor:
-    """Products (N, H) of rows (N, D) with their own features (N, H, D), summed in fp32 or fp64."""
-    dtype = accumulate_dtype(rows)
-    out = rows.new_empty(own.shape[:2], dtype=dtype)
-    for span in row_spans(own):
-        torch.bmm(
-            own[span].to(dtype), rows[span].to(dtype).unsqueeze(2), out=out[span].unsqueeze(2)
-        )
-    return out
-
-
-@dot_rows.register_fake
-def _(rows: Tensor, own: Tensor) -> Tensor:
-    return rows.new_empty(own.shape[:2], dtype=accumulate_dtype(rows))
-
-
-@torch.library.custom_op(
-    "tilewise::dot_rows_backward",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor own, Tensor d, bool need_rows, bool need_own) -> (Tensor, Tensor)",
-)
-@_plain
-def _dot_rows_backward(*args: Any) -> tuple[Tensor, Tensor]:
-    rows, own, d, need_rows, need_own = args
-    d_rows, d_own = _fake_dot_rows_backward(*args)
-    for span in row_spans(own):
-        if need_rows:
-            d_rows[span] = torch.bmm(d[span].unsqueeze(1), own[span].to(d.dtype)).squeeze(1)
-        if need_own:
-            d_own[span] = d[span].unsqueeze(2) * rows[span].to(d.dtype).unsqueeze(1)
-    return d_rows, d_own
-
-
-@_dot_rows_backward.register_fake
-def _fake_dot_rows_backward(*args: Any) -> tuple[Tensor, Tensor]:
-    rows, own, _, need_rows, need_own = args
-    d_rows = rows.new_empty(rows.shape if need_rows else 0)
-    return d_rows, own.new_empty(own.shape if need_own else 0)
-
-
-def _save_dot_rows(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _dot_rows_grads(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    needs = ctx.needs_input_grad
-    grads = _dot_rows_backward(*ctx.saved_tensors, d, *needs)
-    return grads[0] if needs[0] else None, grads[1] if needs[1] else None
-
-
-dot_rows.register_autograd(_dot_rows_grads, setup_context=_save_dot_rows)
-_dot_rows_backward.register_autograd(_no_second_derivative, setup_context=_save_nothing)

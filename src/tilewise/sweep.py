@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from tilewise import autograd, backends
 from tilewise.backends import fused
-from tilewise.backends.plan import Plan
+from tilewise.backends.plan import PRECISIONS, Plan
 from tilewise.errors import DtypeError, OptionError
 from tilewise.pairs import (
     Both,
@@ -29,6 +29,7 @@ class SweepOptions(TypedDict, total=False):
     workspace_mib: float  # most memory for tiles at work, 256 by default
     keep_mib: float | Literal["auto"]  # most memory for exponentials kept for the backward; 0
     check_values: bool  # read scale and indices back from a device to check them
+    precision: str  # "exact" (default), or "fp8": scores of half-precision features rounded to e4m3
 
 
 class Reduced(NamedTuple):
@@ -150,7 +151,10 @@ def _plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> Plan:
     check_values = how.get("check_values", False)
     if not isinstance(check_values, bool):
         raise DtypeError(f"check_values must be True or False, got {check_values!r}")
-    return Plan(reduction, columns, sums, backend, int(workspace_mib * 2**20), check_values)
+    precision = how.get("precision", "exact")
+    check_choice("precision", precision, PRECISIONS)
+    workspace_bytes = int(workspace_mib * 2**20)
+    return Plan(reduction, columns, sums, backend, workspace_bytes, check_values, precision)
 
 
 def _with_keep(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:

@@ -24,6 +24,9 @@ from tilewise.backends.kernels import (
     wide,
 )
 
+# Half an ulp of fp16 times this is as large as the number itself, so it goes under no sooner.
+REST = tl.constexpr(2048.0)
+
 
 @triton.jit
 def _place(t, num_n, num_m, GROUP: tl.constexpr):
@@ -41,6 +44,15 @@ def _halves(s):
 
 
 @triton.jit
+def _store_dz(dz, rest, row, col, x):
+    """A piece of dz in its dtype; with `rest` also what rounding took away, times REST."""
+    high = x.to(dz.dtype)
+    dz.store([row, col], high)
+    if rest is not None:
+        rest.store([row, col], ((x - high.to(tl.float32)) * REST).to(rest.dtype))
+
+
+@triton.jit
 def _store_rows(part, sums, j, local, n):
     """Row sums of column tile j, of rows counted from the panel's first: part (tiles, n)."""
     tl.store(part + wide(j) * n + local, sums, local < n)
@@ -48,9 +60,9 @@ def _store_rows(part, sums, j, local, n):
 
 @triton.jit
 def dz_of_sums(
-    rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M,
+    rows, cols, dz, rest, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
     """dz = exp2(z - offset) * (row gain + column gain) of a panel (n, m) at (row0, col0).
@@ -64,7 +76,7 @@ def dz_of_sums(
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0), flatten=True):
         i, j = _place(t, num_n, num_m, GROUP)
-        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD, PRECISION)
+        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
         halves = _halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
         row_own = tl.load(row_gain + row, row < N, other=0.0)[:, None]
@@ -83,7 +95,7 @@ def dz_of_sums(
                 # Past the edge the product is 0, but x may be infinite.
                 x = tl.where((col < M)[None, :], x, 0.0)
                 pulled += tl.sum(x * halves[h], 1)
-            dz.store([i * TN, start], x.to(dz.dtype))
+            _store_dz(dz, rest, i * TN, start, x)
         if SCALED:
             _store_rows(scale_part, pulled, j, row - row0, n)
 
@@ -106,15 +118,25 @@ def dz_of_kept(kept, dz, stride, flag, row_gain, col_gain, row0, col0, n, m, COL
 
 
 @triton.jit
-def mend(dz, stride, index, at_positive, row0, col0, n, m, KIND: tl.constexpr, SELF: tl.constexpr,
-         BLOCK: tl.constexpr):  # fmt: skip
+def _mend_at(dz, rest, at, x, inside):
+    """`_store_dz` of single pairs."""
+    high = x.to(dz.dtype.element_ty)
+    tl.store(dz + at, high, inside)
+    if rest is not None:
+        tl.store(rest + at, ((x - high.to(tl.float32)) * REST).to(rest.dtype.element_ty), inside)
+
+
+@triton.jit
+def mend(dz, rest, stride, index, at_positive, row0, col0, n, m, KIND: tl.constexpr,
+         SELF: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the positives' own dz into a panel, and 0 at self-pairs."""
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = local < n
-    start = dz + local.to(tl.int64) * stride
+    start = local.to(tl.int64) * stride
     if SELF:
         own = row0 + local - col0
-        tl.store(start + own, 0.0, inside & (own >= 0) & (own < m))
+        _mend_at(dz, rest, start + own, tl.zeros((BLOCK,), tl.float32),
+                 inside & (own >= 0) & (own < m))  # fmt: skip
     if KIND == ALIGNED or KIND == INDEX:
         col = row0 + local
         if KIND == INDEX:
@@ -123,7 +145,8 @@ def mend(dz, stride, index, at_positive, row0, col0, n, m, KIND: tl.constexpr, S
                 col = tl.where(col == row0 + local, -1, col)
         col = col - col0
         inside = inside & (col >= 0) & (col < m)
-        tl.store(start + col, tl.load(at_positive + row0 + local, inside, other=0.0), inside)
+        own_dz = tl.load(at_positive + row0 + local, inside, other=0.0)
+        _mend_at(dz, rest, start + col, own_dz, inside)
 
 
 @triton.jit
@@ -149,10 +172,10 @@ def _side_dz(z, positive, negative, vectors, at, inside, KIND: tl.constexpr, SUM
 
 @triton.jit
 def dz_of_marked(
-    rows, cols, dz, head, flag, row_vectors, col_vectors, scale_part, index, row_ids, col_ids,
+    rows, cols, dz, rest, head, flag, row_vectors, col_vectors, scale_part, index, row_ids, col_ids,
     row_labels, col_labels, row0, col0, n, m, N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
     SUMS: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr, ON_FLAG: tl.constexpr,
 ):  # fmt: skip
     """dz of any marked pairs from offsets of each row and column: right for all numbers.
@@ -167,7 +190,7 @@ def dz_of_marked(
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
         i, j = _place(t, num_n, num_m, GROUP)
-        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD, PRECISION)
+        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
         halves = _halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
         pulled = tl.zeros((TN,), tl.float32)
@@ -183,7 +206,7 @@ def dz_of_marked(
                               col[None, :] < M, KIND, SUMS)  # fmt: skip
             if SCALED:
                 pulled += tl.sum(x * halves[h], 1)
-            dz.store([i * TN, start], x.to(dz.dtype))
+            _store_dz(dz, rest, i * TN, start, x)
         if SCALED:
             _store_rows(scale_part, pulled, j, row - row0, n)
 
@@ -219,10 +242,10 @@ def _edge(t, row0, col0, num_n, num_m, TN: tl.constexpr, TM: tl.constexpr):
 
 @triton.jit
 def dz_of_softplus(
-    rows, cols, dz, head, row_weight, col_weight, row_parts, col_part, index, row_ids, col_ids,
-    row_labels, col_labels, row0, col0, n, m, N, M,
+    rows, cols, dz, rest, head, row_weight, col_weight, row_parts, col_part, index, row_ids,
+    col_ids, row_labels, col_labels, row0, col0, n, m, N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
     VALUES: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr, GRADS: tl.constexpr,
     MASKED: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +267,7 @@ def dz_of_softplus(
         if EDGES:
             i, j = _edge(t, row0, col0, num_n, num_m, TN, TM)
             j = tl.where((j >= 0) & (j < num_m), j, 0)  # an innocent tile, done over for nothing
-        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD, PRECISION)
+        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
         halves = _halves(s)
         quarters = _halves(halves[0]) + _halves(halves[1])
         row = row0 + i * TN + tl.arange(0, TN)
@@ -275,7 +298,7 @@ def dz_of_softplus(
                 if SCALED:
                     by_scale += tl.sum(x * quarters[h], 1)
                     by_bias += tl.sum(x, 1)
-                dz.store([i * TN, start], x.to(dz.dtype))
+                _store_dz(dz, rest, i * TN, start, x)
         if VALUES:
             _store_rows(row_parts, values, j, row - row0, n)
         if SCALED:

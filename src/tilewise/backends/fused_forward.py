@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends import fused, hopper, kernels, vectors
+from tilewise.backends import fused, kernels, vectors
+from tilewise.backends.convert import SPLIT
+from tilewise.backends.operands import Operand, units_of
 from tilewise.backends.plan import Plan, Swept
 from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for, tiles_in_turn
 from tilewise.pairs import Pairs
-from tilewise.tiles import Tile, balanced, spans
+from tilewise.tiles import Tile, balanced, row_of_tiles, spans
 
 # Slots a program of a vector kernel takes.
 BLOCK = 256
@@ -26,8 +26,9 @@ class Ready(NamedTuple):
     """Pairs as the kernels take them."""
 
     pairs: Pairs
-    rows: Tensor  # (N, D) as a descriptor wants it: a copy only where strides are odd
-    cols: Tensor
+    rows: Operand
+    cols: Operand
+    units: Tensor | None  # (2,) what features were multiplied with, where they are converted
     marks: tuple[Tensor, ...]  # positives' columns, row and column ids, row and column labels
     tiles: Tiles
     turns: Tiles | None  # of the kernels in `hopper`, where they run
@@ -41,30 +42,22 @@ class Ready(NamedTuple):
             "SELF": self.pairs.skip_self,
         }
 
-    @property
-    def precision(self) -> str:
-        """How products of fp32 are made: by three of tf32; the interpreter knows one way only."""
-        return "tf32x3" if self.rows.is_cuda else "ieee"
-
     def product(self, size: TileSize) -> dict[str, Any]:
         """What a kernel is told about its tile."""
         return {
-            "D": self.pairs.shape[2],
+            "D": self.rows.width,
             "TN": size.rows,
             "TM": size.cols,
             "TD": size.features,
-            "PRECISION": self.precision,
             "num_warps": size.warps,
             "num_stages": size.stages,
         }
 
     def descriptors(
-        self, size: TileSize, of: Tile | None = None
+        self, size: TileSize, of: Tile, flag: Tensor | None = None
     ) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Rows and columns, all or those of a panel, to be loaded tile by tile."""
-        rows, cols = self.rows, self.cols
-        if of is not None:
-            rows, cols = rows[of.rows], cols[of.cols]
+        """Rows and columns of a panel, to be loaded tile by tile; see `Operand.scores`."""
+        rows, cols = self.rows.scores(of.rows, flag), self.cols.scores(of.cols, flag)
         return (
             TensorDescriptor.from_tensor(rows, [size.rows, size.features]),
             TensorDescriptor.from_tensor(cols, [size.cols, size.features]),
@@ -72,15 +65,28 @@ class Ready(NamedTuple):
 
     def in_turn(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
         """What a kernel of `hopper` loads from and stores to, as it takes them."""
-        layout = gl.NVMMASharedLayout(128, 8 * self.rows.element_size(), 2)
-        blocks = [(self.rows[of.rows], size.rows), (self.cols[of.cols], size.cols)]
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia import hopper as gluon
+
+        layout = gl.NVMMASharedLayout(128, 8 * self.rows.dtype.itemsize, 2)
         made = [
-            gluon.TensorDescriptor.from_tensor(x, [n, size.features], layout) for x, n in blocks
+            (self.rows.scores(of.rows), [size.rows, size.features]),
+            (self.cols.scores(of.cols), [size.cols, size.features]),
         ]
         if out is not None:
-            shape = [size.rows, size.cols]
-            made.append(gluon.TensorDescriptor.from_tensor(out, shape, layout))
-        return made
+            made.append((out, [size.rows, size.cols]))
+        return [gluon.TensorDescriptor.from_tensor(x, block, layout) for x, block in made]
+
+    def measure(self, norm: Tensor, dot: Tensor, cols: bool = False) -> None:
+        """Lengths of the rows, and their products with their positives; or lengths of columns."""
+        sides = (self.rows, self.cols)[:: -1 if cols else 1]
+        x, other = (side.features for side in sides)
+        # fp8 is for the negatives: the one positive of a row is worth its own digits.
+        units = self.units if self.rows.form == SPLIT.value else None
+        vectors.measure[(triton.cdiv(len(x), 16),)](
+            x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, dot, len(x),
+            len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16, TD=64,
+        )  # fmt: skip
 
     def mirrored(self) -> "Ready":
         """The columns as rows: positives that are aligned or by label are so from both sides."""
@@ -90,8 +96,8 @@ class Ready(NamedTuple):
         )
 
 
-def make_ready(pairs: Pairs) -> Ready:
-    """Features behind strides that a descriptor takes, marks as int32."""
+def make_ready(pairs: Pairs, precision: str) -> Ready:
+    """Features to be converted panel by panel, marks as int32."""
     device = pairs.rows.device
     index = torch.empty(0, dtype=torch.int32, device=device)
     if pairs.positives is not None:
@@ -101,34 +107,22 @@ def make_ready(pairs: Pairs) -> Ready:
         _codes(a, b) if a is not None and b is not None else (index, index)
         for a, b in ((pairs.row_ids, pairs.col_ids), (pairs.row_labels, pairs.col_labels))
     )
-    rows = _strided(pairs.rows)
+    units = units_of(pairs, precision)
+    of_rows, of_cols = (None, None) if units is None else (units[:1], units[1:])
+    rows = Operand(pairs.rows, precision, of_rows, cols=False)
     target, count = target_of(device), 4
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
     return Ready(
         pairs,
         rows,
-        rows if pairs.cols is None else _strided(pairs.cols),
+        Operand(pairs.columns, precision, of_cols, cols=True),
+        units,
         (index, *ids, *labels),
-        tiles_for(target, rows.dtype),
+        tiles_for(target, rows.dtype if precision == "fp8" else pairs.rows.dtype),
         tiles_in_turn(target, rows.dtype),
         count,
     )
-
-
-def _strided(features: Tensor) -> Tensor:
-    """The features themselves, or a copy where rows do not begin at multiples of 16 bytes."""
-    size, (n, d) = features.element_size(), features.shape
-    unit = 16 // size
-    if (
-        features.stride(1) == 1
-        and features.stride(0) % unit == 0
-        and features.stride(0) >= d
-        and features.data_ptr() % 16 == 0
-    ):
-        return features
-    copy = features.new_empty(n, -(-d // unit) * unit)[:, :d]
-    return copy.copy_(features)
 
 
 def _codes(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +175,7 @@ class _Forward:
     """One log-sum-exp sweep: what it needs beforehand, its sums, and the stats made of them."""
 
     def __init__(self, pairs: Pairs, plan: Plan) -> None:
-        self.pairs, self.plan, self.ready = pairs, plan, make_ready(pairs)
+        self.pairs, self.plan, self.ready = pairs, plan, make_ready(pairs, plan.precision)
         n, m, _ = pairs.shape
         device = pairs.rows.device
         self.head = torch.empty(kernels.HEAD_SIZE, device=device)
@@ -208,21 +202,26 @@ class _Forward:
         return Swept(self.row_stats, self.col_stats, self.memo, self.kept)
 
     def _begin(self) -> None:
-        n, m, d = self.pairs.shape
-        rows, cols, index = self.ready.rows, self.ready.cols, self.ready.marks[0]
-        size = {"PRECISION": self.ready.precision, "BLOCK": 16, "TD": 64}
-        vectors.measure[(triton.cdiv(n, 16),)](
-            rows, *rows.stride(), cols, *cols.stride(), index, self.row_norm, self.dot, n, m, d,
-            KIND=self.ready.kind()["KIND"], **size,
-        )  # fmt: skip
+        n, m, _ = self.pairs.shape
+        self.ready.measure(self.row_norm, self.dot)
         if not self.pairs.symmetric:
-            vectors.measure[(triton.cdiv(m, 16),)](
-                cols, *cols.stride(), rows, *rows.stride(), index, self.col_norm, self.dot, m, n,
-                d, KIND=0, **size,
-            )  # fmt: skip
+            self.ready.measure(self.col_norm, self.dot, cols=True)
         vectors.begin[(1,)](
-            self.head, self.memo, self.row_norm, self.col_norm, self.pairs.scale, n, m, BLOCK=1024
-        )
+            self.head, self.memo, self.row_norm, self.col_norm, self.pairs.scale,
+            self.ready.units, n, m, BLOCK=1024,
+        )  # fmt: skip
+
+    def _call_shape(self, ready: Ready, size: TileSize, part_bytes: int) -> tuple[int, int]:
+        """Rows and columns of a call: as many as fit into the workspace, converted features too.
+
+        Half of it is for columns and for `part_bytes` a row and column block, a quarter for rows.
+        """
+        n, m, room = len(ready.rows), len(ready.cols), self.plan.workspace_bytes // 2
+        row_bytes, col_bytes = ready.rows.bytes_per_row, ready.cols.bytes_per_row
+        height = balanced(n, room // (2 * row_bytes), size.rows) if row_bytes else n
+        height = min(height, fused.CHUNK) if part_bytes else height
+        block_bytes = part_bytes * height + col_bytes * size.cols
+        return height, max(1, room // block_bytes) * size.cols if block_bytes else m
 
     def _sums(self) -> None:
         """Panel after panel, small enough for the rows to stay in L2 while all columns pass by."""
@@ -242,7 +241,7 @@ class _Forward:
                 self.row_pull[tile.rows] += parts.row_pull.sum(0)
                 self.col_pull[tile.cols] += parts.col_pull.sum(0)
         if symmetric:
-            self._finish(parts.rows[:0], rows, (0, n), True)
+            self._finish(self.head[:0], rows, (0, n), True)
 
     def _panels(self) -> Iterator[Panel]:
         (n, m, _), marked = self.pairs.shape, self._masks
@@ -251,15 +250,18 @@ class _Forward:
         size = tiles.masked if marked else tiles.sums
         # A ragged block goes last, on its own: all of its tiles are masked.
         clean = m if turns else 0 if marked else m // size.cols * size.cols
-        for rows in spans(n, fused.CHUNK):
-            width = max(1, self.plan.workspace_bytes // (8 * (rows[1] - rows[0]))) * size.cols
-            kept = self.kept[slice(*rows)] if rows[1] <= len(self.kept) else None
-            for cols in spans(clean, balanced(m, width, size.cols)):
-                here = None if kept is None else kept[:, slice(*cols)]
-                yield Panel(Tile(*rows, *cols), size, turns is not None, marked, here)
-            for start, stop in spans(m - clean, width):
-                here = None if kept is None else kept[:, clean + start : clean + stop]
-                yield Panel(Tile(*rows, clean + start, clean + stop), size, False, True, here)
+        height, width = self._call_shape(self.ready, size, 4)
+        calls = [(*span, marked) for span in spans(clean, balanced(m, width, size.cols))]
+        calls += [(clean + a, clean + b, True) for a, b in spans(m - clean, width)]
+        known = len(self.kept)
+        rest = ((known + start, known + stop) for start, stop in spans(n - known, height))
+        for rows in (*spans(known, height), *rest):
+            kept = self.kept[slice(*rows)] if rows[1] <= known else None
+            for first, last, masked in calls:
+                # Half of a symmetric z tells everything.
+                if not self.pairs.symmetric or last > rows[0]:
+                    here = None if kept is None else kept[:, first:last]
+                    yield Panel(Tile(*rows, first, last), size, turns is not None, masked, here)
 
     @property
     def _masks(self) -> bool:
@@ -291,11 +293,13 @@ class _Forward:
         programs = triton.cdiv(blocks * tiles, parts.share)
         options = {"SCALED": parts.row_pull is not None}
         if panel.in_turn:
+            from tilewise.backends import hopper
+
             loads = self.ready.in_turn(size, tile, panel.kept)
             stages = size.stages if panel.kept is None else size.stages - 2
             hopper.sums[(LANES * programs,)](
                 *loads, *(() if panel.kept is not None else (None,)), *args, *where,
-                D=self.pairs.shape[2], STAGES=stages, LANES=LANES, COLUMNS=self.plan.columns,
+                D=self.ready.rows.width, STAGES=stages, LANES=LANES, COLUMNS=self.plan.columns,
                 DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", num_warps=4,
                 **options,
             )  # fmt: skip
@@ -326,13 +330,17 @@ class _Forward:
 
     def _marked(self, ready: Ready, on_flag: bool, cols: bool) -> None:
         """Rows (or columns, as the rows of `ready`) with running maxima, if the flag is up."""
-        n, m = ready.rows.shape[0], ready.cols.shape[0]
+        n, m = len(ready.rows), len(ready.cols)
         size, symmetric = ready.tiles.marked, self.pairs.symmetric
         found = self.head.new_empty(8, n)
-        kernels.marked_sums[(triton.cdiv(n, size.rows),)](
-            *ready.descriptors(size), self.head, self.flag, found, *ready.marks, n, m,
-            SUMS=self.plan.sums, ON_FLAG=on_flag, **ready.kind(), **ready.product(size),
-        )  # fmt: skip
+        height, width = self._call_shape(ready, size, 0)
+        for panel in (tile for rows in spans(n, height) for tile in row_of_tiles(rows, m, width)):
+            features = ready.descriptors(size, panel, self.flag if on_flag else None)
+            kernels.marked_sums[(triton.cdiv(panel.row_stop - panel.row_start, size.rows),)](
+                *features, self.head, self.flag, found, *ready.marks, panel.row_start,
+                panel.col_start, panel.col_stop - panel.col_start, n, m, SUMS=self.plan.sums,
+                ON_FLAG=on_flag, **ready.kind(), **ready.product(size),
+            )  # fmt: skip
         kind = {k: v for k, v in ready.kind().items() if k != "IDS"}
         vectors.finish_marked[(triton.cdiv(n, BLOCK),)](
             found, self.col_stats if cols else self.row_stats, self.head, self.flag,

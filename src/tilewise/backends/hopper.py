@@ -25,16 +25,7 @@ INF = gl.constexpr(float("inf"))
 
 
 @gluon.jit
-def _place(t, num_n, num_m, GROUP: gl.constexpr):
-    """`dz._place`."""
-    first = t // (GROUP * num_m) * GROUP
-    height = gl.minimum(num_n - first, GROUP)
-    rest = t % (GROUP * num_m)
-    return first + rest % height, rest // height
-
-
-@gluon.jit
-def _ring(rows, cols, STAGES: gl.constexpr):
+def ring_of(rows, cols, STAGES: gl.constexpr):
     """Slots for features on their way, and barriers: filled, emptied, whose turn it is."""
     TN: gl.constexpr = rows.block_type.shape[0]
     TM: gl.constexpr = cols.block_type.shape[0]
@@ -54,7 +45,7 @@ def _ring(rows, cols, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(rows, cols, ring, k, i, j, D: gl.constexpr):
+def load_tile(rows, cols, ring, k, i, j, D: gl.constexpr):
     """Load the features of a tile into slots from number k on, as they become empty."""
     left, right, full, empty, _ = ring
     STAGES: gl.constexpr = left.shape[0]
@@ -73,15 +64,7 @@ def _load_tile(rows, cols, ring, k, i, j, D: gl.constexpr):
 
 
 @gluon.jit
-def _load(rows, cols, ring, count, num_n, num_m, D: gl.constexpr, GROUP: gl.constexpr):
-    k = 0
-    for t in range(gl.program_id(0), count, gl.num_programs(0)):
-        i, j = _place(t, num_n, num_m, GROUP)
-        k = _load_tile(rows, cols, ring, k, i, j, D)
-
-
-@gluon.jit
-def _product(ring, count, D: gl.constexpr, ME: gl.constexpr):
+def product(ring, count, D: gl.constexpr, ME: gl.constexpr):
     """Products of features (TN, TM) of this group's tile number `count`, when it has its turn."""
     left, right, full, empty, turn = ring
     STAGES: gl.constexpr = left.shape[0]
@@ -108,14 +91,14 @@ def _product(ring, count, D: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def _exp_scaled(s, head):
+def exp_scaled(s, head):
     """exp2(z - offset) of products of features, z in units of log 2."""
     z = s * gl.load(head + SCALE2) - gl.load(head + OFFSET2)
     return gl.exp2(s * gl.load(head + LOW) + z)
 
 
 @gluon.jit
-def _slots(s, row, col):
+def slots(s, row, col):
     """Rows (TN,) and columns (TM,) of a tile `s` that begins at (row, col)."""
     rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
     cols = col + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
@@ -123,7 +106,7 @@ def _slots(s, row, col):
 
 
 @gluon.jit
-def _mixed(s, row, col, N, M, DIAGONAL: gl.constexpr):
+def mixed(s, row, col, N, M, DIAGONAL: gl.constexpr):
     """Whether a tile at (row, col) has pairs that are no negatives: (i, i), or past the edge."""
     past = (row + s.shape[0] > N) | (col + s.shape[1] > M)
     if DIAGONAL:
@@ -132,7 +115,8 @@ def _mixed(s, row, col, N, M, DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
-def _negative(row, col, N, M, DIAGONAL: gl.constexpr):
+def negative(row, col, N, M, DIAGONAL: gl.constexpr):
+    """Which pairs of rows (TN,) and columns (TM,) are."""
     row, col = gl.expand_dims(row, 1), gl.expand_dims(col, 0)
     inside = (row < N) & (col < M)
     if DIAGONAL:
@@ -141,25 +125,20 @@ def _negative(row, col, N, M, DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
-def _halves(s):
+def halves(s):
+    """A tile (TN, TM) in two, left and right."""
     return gl.split(gl.permute(gl.reshape(s, (s.shape[0], 2, s.shape[1] // 2)), (0, 2, 1)))
 
 
 @gluon.jit
-def _quarters(s):
+def quarters(s):
     """A tile (TN, TM) in four, left to right: what is made of one fits beside the others."""
-    left, right = _halves(s)
-    return _halves(left) + _halves(right)
+    left, right = halves(s)
+    return halves(left) + halves(right)
 
 
 @gluon.jit
-def _eighths(s):
-    first, second, third, fourth = _quarters(s)
-    return _halves(first) + _halves(second) + _halves(third) + _halves(fourth)
-
-
-@gluon.jit
-def _store_rows(part, sums, j, row, row0, n):
+def store_rows(part, sums, j, row, row0, n):
     """Row sums of column tile j: part (tiles, n), rows counted from the panel's first."""
     local = row - row0
     gl.store(part + j.to(gl.int64) * n + local, sums, local < n)
@@ -203,7 +182,7 @@ def _load_strips(
     for block in range(begin, end):
         first, last = _strip(block, share, height, LANES)
         for i in range(2 * first, 2 * last):
-            k = _load_tile(rows, cols, ring, k, i, block, D)
+            k = load_tile(rows, cols, ring, k, i, block, D)
 
 
 @gluon.jit
@@ -214,15 +193,15 @@ def _sum_tile(
     """Row sums of a tile (TN,), and likewise of what it pulls; the columns' sums, folded."""
     row0, col0, _, _, N, M = panel
     WIDTH: gl.constexpr = s.shape[1] // 4
-    pieces = _quarters(s)
+    pieces = quarters(s)
     total = gl.zeros_like(pieces[0])
     pull = total
     more_folded, more_pulled = (), ()
     for h in gl.static_range(4):
-        p = _exp_scaled(pieces[h], head)
+        p = exp_scaled(pieces[h], head)
         if MASKED:
-            row, col = _slots(p, row0 + i * s.shape[0], col0 + block * s.shape[1] + h * WIDTH)
-            p = gl.where(_negative(row, col, N, M, DIAGONAL), p, 0.0)
+            row, col = slots(p, row0 + i * s.shape[0], col0 + block * s.shape[1] + h * WIDTH)
+            p = gl.where(negative(row, col, N, M, DIAGONAL), p, 0.0)
         total += p
         if COLUMNS:
             more_folded = more_folded + (folded[h] + _fold(p),)
@@ -247,11 +226,11 @@ def _store_folded(part, folded, block, slot, m):
 @gluon.jit
 def _nothing_folded(TN: gl.constexpr, TM: gl.constexpr, WANTED: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TM, 16])
-    quarters = _quarters(gl.zeros((TN, TM), gl.float32, layout=layout))
+    zeros = quarters(gl.zeros((TN, TM), gl.float32, layout=layout))
     folded = ()
     if WANTED:
         for h in gl.static_range(4):
-            folded = folded + (_fold(quarters[h]),)
+            folded = folded + (_fold(zeros[h]),)
     return folded
 
 
@@ -272,11 +251,11 @@ def _sum_strips(
         folded = _nothing_folded(TN, TM, COLUMNS)
         pulled = _nothing_folded(TN, TM, SCALED)
         for i in range(2 * first + ME, 2 * last, 2):
-            s = _product(ring, done, D, ME)
+            s = product(ring, done, D, ME)
             done += 1
             if kept is not None:
                 tma.store_wait(0)
-            if _mixed(s, row0 + i * TN, col0 + block * TM, N, M, DIAGONAL):
+            if mixed(s, row0 + i * TN, col0 + block * TM, N, M, DIAGONAL):
                 total, pull, folded, pulled = _sum_tile(
                     s, staging, head, folded, pulled, panel, i, block, DIAGONAL, COLUMNS, SCALED,
                     True
@@ -287,9 +266,9 @@ def _sum_strips(
                     False
                 )  # fmt: skip
             row = i * TN + gl.arange(0, TN, layout=total.type.layout)
-            _store_rows(row_part, total, block, row, 0, n)
+            store_rows(row_part, total, block, row, 0, n)
             if SCALED:
-                _store_rows(row_pull, pull, block, row, 0, n)
+                store_rows(row_pull, pull, block, row, 0, n)
             if kept is not None:
                 fence_async_shared()
                 tma.async_copy_shared_to_global(kept, [i * TN, block * TM], staging)
@@ -312,7 +291,7 @@ def sums(
     step is two tiles, one for each group of warps; the last rows' second may lie past the edge.
     col_part (2 * programs that met a block, m) takes the sums of both groups of warps.
     """
-    ring = _ring(rows, cols, STAGES)
+    ring = ring_of(rows, cols, STAGES)
     TN: gl.constexpr = ring[0].shape[1]
     TM: gl.constexpr = ring[1].shape[1]
     mine, other = None, None
@@ -328,190 +307,6 @@ def sums(
             (_sum_strips, (ring, kept, other, head, parts, panel, share, 1, D, LANES, DIAGONAL,
                            COLUMNS, SCALED)),
             (_load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-# Backward
-
-
-@gluon.jit
-def _dz_tile(
-    s, staging, head, gains, scale_part, panel, i, j,
-    DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    row_gain, col_gain = gains
-    row0, col0, n, _, N, M = panel
-    WIDTH: gl.constexpr = s.shape[1] // 4
-    pieces = _quarters(s)
-    row, _ = _slots(pieces[0], row0 + i * s.shape[0], 0)
-    row_own = gl.expand_dims(gl.load(row_gain + row, row < N, other=0.0), 1)
-    pulled = gl.zeros_like(pieces[0])
-    for h in gl.static_range(4):
-        _, col = _slots(pieces[h], 0, col0 + j * s.shape[1] + h * WIDTH)
-        x = _exp_scaled(pieces[h], head)
-        if COLUMNS:
-            col_own = gl.load(col_gain + col, col < M, other=0.0)
-            x = x * (row_own + gl.expand_dims(col_own, 0))
-        else:
-            x = x * row_own
-        if SCALED:
-            if MASKED:
-                x = gl.where(_negative(row, col, N, M, DIAGONAL), x, 0.0)
-            pulled += x * pieces[h]
-        staging.slice(h * WIDTH, WIDTH, 1).store(x.to(staging.dtype))
-    if SCALED:
-        _store_rows(scale_part, gl.sum(pulled, 1), j, row, row0, n)
-
-
-@gluon.jit
-def _dz_tiles(
-    dz, staging, ring, head, gains, scale_part, panel, count, ME: gl.constexpr, D: gl.constexpr,
-    GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    row0, col0, n, m, N, M = panel
-    TN: gl.constexpr = ring[0].shape[1]
-    TM: gl.constexpr = ring[1].shape[1]
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    programs, done = gl.num_programs(0), 0
-    for t in range(gl.program_id(0) + ME * programs, count, 2 * programs):
-        i, j = _place(t, num_n, num_m, GROUP)
-        s = _product(ring, done, D, ME)
-        done += 1
-        # Past the edge the product is 0, but dz may be infinite.
-        tma.store_wait(0)
-        if SCALED and _mixed(s, row0 + i * TN, col0 + j * TM, N, M, DIAGONAL):
-            _dz_tile(s, staging, head, gains, scale_part, panel, i, j, DIAGONAL, COLUMNS, True,
-                     True)  # fmt: skip
-        else:
-            _dz_tile(s, staging, head, gains, scale_part, panel, i, j, DIAGONAL, COLUMNS, SCALED,
-                     False)  # fmt: skip
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dz, [i * TN, j * TM], staging)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def dz_of_sums(
-    rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M,
-    D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, DIAGONAL: gl.constexpr,
-    COLUMNS: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    """`dz.dz_of_sums`."""
-    ring = _ring(rows, cols, STAGES)
-    TN: gl.constexpr = ring[0].shape[1]
-    TM: gl.constexpr = ring[1].shape[1]
-    staging = gl.allocate_shared_memory(dz.dtype, [2, TN, TM], dz.layout)
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    count = gl.where(gl.load(flag) == 0, num_n * num_m, 0)
-    gains, panel = (row_gain, col_gain), (row0, col0, n, m, N, M)
-    gl.warp_specialize(
-        [
-            (_dz_tiles, (dz, staging.index(0), ring, head, gains, scale_part, panel, count, 0, D,
-                         GROUP, DIAGONAL, COLUMNS, SCALED)),
-            (_dz_tiles, (dz, staging.index(1), ring, head, gains, scale_part, panel, count, 1, D,
-                         GROUP, DIAGONAL, COLUMNS, SCALED)),
-            (_load, (rows, cols, ring, count, num_n, num_m, D, GROUP)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _softplus_and_sigmoid(z):
-    """`dz._softplus_and_sigmoid`."""
-    e = gl.exp2(-gl.abs(z) * LOG2E)
-    p = 0.0052326907003707275 * e - 0.02950522945971831
-    p = p * e + 0.07822594261240705
-    p = p * e - 0.13663245674572286
-    p = p * e + 0.19106006725651947
-    p = p * e - 0.24842982801257818
-    p = p * e + 0.33319096499779194
-    p = p * e - 0.49999491160576953
-    p = (p * e + 0.9999999866502418) * e
-    return gl.maximum(z, 0.0) + p, gl.exp2((gl.minimum(z, 0.0) - p) * LOG2E)
-
-
-@gluon.jit
-def _softplus_tile(
-    s, staging, head, weights, row_parts, panel, i, j, num_m,
-    COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    row_weight, col_weight = weights
-    row0, col0, n, _, N, M = panel
-    WIDTH: gl.constexpr = s.shape[1] // 8
-    pieces = _eighths(s)
-    scale, bias = gl.load(head + SCALE), gl.load(head + BIAS)
-    row, _ = _slots(pieces[0], row0 + i * s.shape[0], 0)
-    row_own = gl.expand_dims(gl.load(row_weight + row, row < N, other=0.0), 1)
-    values = gl.zeros_like(pieces[0])
-    by_scale, by_bias = values, values
-    for h in gl.static_range(8):
-        value, x = _softplus_and_sigmoid(pieces[h] * scale + bias)
-        if VALUES:
-            values += value
-        if COLUMNS:
-            _, col = _slots(pieces[h], 0, col0 + j * s.shape[1] + h * WIDTH)
-            col_own = gl.load(col_weight + col, col < M, other=0.0)
-            x = x * (row_own + gl.expand_dims(col_own, 0))
-        else:
-            x = x * row_own
-        if SCALED:
-            by_scale += x * pieces[h]
-            by_bias += x
-        staging.slice(h * WIDTH, WIDTH, 1).store(x.to(staging.dtype))
-    if VALUES:
-        _store_rows(row_parts, gl.sum(values, 1), j, row, row0, n)
-    if SCALED:
-        _store_rows(row_parts, gl.sum(by_scale, 1), num_m + j, row, row0, n)
-        _store_rows(row_parts, gl.sum(by_bias, 1), 2 * num_m + j, row, row0, n)
-
-
-@gluon.jit
-def _softplus_tiles(
-    dz, staging, ring, head, weights, row_parts, panel, ME: gl.constexpr, D: gl.constexpr,
-    GROUP: gl.constexpr, COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    _, _, n, m, _, _ = panel
-    TN: gl.constexpr = ring[0].shape[1]
-    TM: gl.constexpr = ring[1].shape[1]
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    programs, done = gl.num_programs(0), 0
-    for t in range(gl.program_id(0) + ME * programs, num_n * num_m, 2 * programs):
-        i, j = _place(t, num_n, num_m, GROUP)
-        s = _product(ring, done, D, ME)
-        done += 1
-        tma.store_wait(0)
-        _softplus_tile(s, staging, head, weights, row_parts, panel, i, j, num_m, COLUMNS, VALUES,
-                       SCALED)  # fmt: skip
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dz, [i * TN, j * TM], staging)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def dz_of_softplus(
-    rows, cols, dz, head, row_weight, col_weight, row_parts, row0, col0, n, m, N, M,
-    D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
-    VALUES: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    """`dz.dz_of_softplus` without masks: its run over the edges must follow."""
-    ring = _ring(rows, cols, STAGES)
-    TN: gl.constexpr = ring[0].shape[1]
-    TM: gl.constexpr = ring[1].shape[1]
-    staging = gl.allocate_shared_memory(dz.dtype, [2, TN, TM], dz.layout)
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    weights, panel = (row_weight, col_weight), (row0, col0, n, m, N, M)
-    gl.warp_specialize(
-        [
-            (_softplus_tiles, (dz, staging.index(0), ring, head, weights, row_parts, panel, 0, D,
-                               GROUP, COLUMNS, VALUES, SCALED)),
-            (_softplus_tiles, (dz, staging.index(1), ring, head, weights, row_parts, panel, 1, D,
-                               GROUP, COLUMNS, VALUES, SCALED)),
-            (_load, (rows, cols, ring, num_n * num_m, num_n, num_m, D, GROUP)),
         ],
         [4, 1],
         [240, 24],

@@ -17,10 +17,10 @@ INF = tl.constexpr(float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # The head of a sweep: numbers on the device that every kernel reads.
-SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of features,
+SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of tiles,
 LOW = tl.constexpr(8)  # and what its rounding took away, which would stand in every logit
 OFFSET2 = tl.constexpr(1)  # the fixed offset, likewise
-SCALE = tl.constexpr(2)
+SCALE = tl.constexpr(2)  # the scale; for softplus, whose positives are in the tiles, their factor
 BIAS = tl.constexpr(3)
 ROW_POISON = tl.constexpr(4)  # 0, or NaN where a row feature is not finite
 COL_POISON = tl.constexpr(5)
@@ -31,11 +31,11 @@ HEAD_SIZE = 9
 
 @triton.jit
 def product(rows, cols, row0, col0, D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr,
-             TD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             TD: tl.constexpr):  # fmt: skip
     """Products of features (TN, TM) of one tile, in fp32."""
     s = tl.zeros((TN, TM), tl.float32)
     for d in range(0, D, TD):
-        s = tl.dot(rows.load([row0, d]), cols.load([col0, d]).T, s, input_precision=PRECISION)
+        s = tl.dot(rows.load([row0, d]), cols.load([col0, d]).T, s)
     return s
 
 
@@ -94,7 +94,7 @@ def _fold(x, FOLD: tl.constexpr):
 def _walk(
     rows, cols, kept, head, row_part, row_pull, marks, block, first, last, row0, col0, n, N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, FOLD: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
     UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Walk down row tiles [first, last) of one column block; see `sums`.
@@ -119,7 +119,7 @@ def _walk(
             meets = ((diagonal >= first) & (diagonal < stop)).to(tl.int32)
         for k in tl.range(first, stop - meets, flatten=True):
             i = k + meets * (k >= diagonal).to(tl.int32)
-            s = product(rows, cols, i * TN, local, D, TN, TM, TD, PRECISION)
+            s = product(rows, cols, i * TN, local, D, TN, TM, TD)
             p = exp_scaled(s, head, offset2)
             at = start + i * TN + tl.arange(0, TN)
             tl.store(row_part + at, tl.sum(p, 1))
@@ -133,7 +133,7 @@ def _walk(
     for k in tl.range(stop - meets, last, flatten=MASKED):
         i = tl.where((k < stop) & (meets > 0), diagonal, k)
         at = i * TN + tl.arange(0, TN)
-        s = product(rows, cols, i * TN, local, D, TN, TM, TD, PRECISION)
+        s = product(rows, cols, i * TN, local, D, TN, TM, TD)
         p = exp_scaled(s, head, offset2)
         p = tl.where(which(row0 + at, col, N, M, marks, KIND, IDS, SELF, UPPER)[1], p, 0.0)
         tl.store(row_part + start + at, tl.sum(p, 1), at < n)
@@ -152,7 +152,7 @@ def sums(
     rows, cols, kept, head, row_part, col_part, row_pull, col_pull, index, row_ids, col_ids,
     row0, col0, n, m, N, M, share,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, FOLD: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
     UPPER: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Sums of exp2(z - offset) over the negatives of rows and of columns: one exp a pair.
@@ -174,7 +174,7 @@ def sums(
         last = tl.minimum(stop - block * tiles, tiles)
         folded, pulled = _walk(
             rows, cols, kept, head, row_part, row_pull, marks, block, first, last, row0, col0, n,
-            N, M, D, TN, TM, TD, FOLD, PRECISION, KIND, IDS, SELF, UPPER, COLUMNS, MASKED, SCALED
+            N, M, D, TN, TM, TD, FOLD, KIND, IDS, SELF, UPPER, COLUMNS, MASKED, SCALED
         )  # fmt: skip
         slot = tl.program_id(0) - block * tiles // share
         at = block * TM + tl.arange(0, TM)
@@ -195,29 +195,38 @@ def _online(m, total, x, wanted):
 
 @triton.jit
 def marked_sums(
-    rows, cols, head, flag, out, index, row_ids, col_ids, row_labels, col_labels, N, M,
+    rows, cols, head, flag, out, index, row_ids, col_ids, row_labels, col_labels, row0, col0, m,
+    N, M,
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+    KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
     SUMS: tl.constexpr, ON_FLAG: tl.constexpr,
 ):  # fmt: skip
     """Sums of any marked pairs, rows only, with a running maximum: right for all numbers.
 
-    out (8, N) fp32: maximum and sum over negatives, the same of positives; sum of the positives'
-    logits and their count, the same of negatives. Logits in units of log 2.
+    Of rows from row0 on against m columns from col0 on. out (8, N) fp32: maximum and sum over
+    negatives, the same of positives; sum of the positives' logits and their count, the same of
+    negatives. Logits in units of log 2. Columns further on continue from what is in `out`.
     """
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
     scale2, low = tl.load(head + SCALE2), tl.load(head + LOW)
-    row0 = tl.program_id(0) * TN
-    row = row0 + tl.arange(0, TN)
+    local = tl.program_id(0) * TN
+    row = row0 + local + tl.arange(0, TN)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
-    zeros = tl.zeros((TN,), tl.float32)
-    top, total, positive_top, positive_total = zeros - INF, zeros, zeros - INF, zeros
-    positive_sum, positive_count, negative_sum, negative_count = zeros, zeros, zeros, zeros
-    for j in tl.range(0, tl.cdiv(M, TM)):
-        col = j * TM + tl.arange(0, TM)
-        s = product(rows, cols, row0, j * TM, D, TN, TM, TD, PRECISION)
+    inside, out, step = row < N, out + row, wide(N)
+    more = inside & (col0 > 0)
+    top = tl.load(out, more, other=-INF)
+    total = tl.load(out + step, more, other=0.0)
+    positive_top = tl.load(out + 2 * step, more, other=-INF)
+    positive_total = tl.load(out + 3 * step, more, other=0.0)
+    positive_sum = tl.load(out + 4 * step, more, other=0.0)
+    positive_count = tl.load(out + 5 * step, more, other=0.0)
+    negative_sum = tl.load(out + 6 * step, more, other=0.0)
+    negative_count = tl.load(out + 7 * step, more, other=0.0)
+    for j in tl.range(0, tl.cdiv(m, TM)):
+        col = col0 + j * TM + tl.arange(0, TM)
+        s = product(rows, cols, local, j * TM, D, TN, TM, TD)
         z = s * scale2 + s * low
         positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
         top, total = _online(top, total, z, negative)
@@ -228,8 +237,6 @@ def marked_sums(
             positive_top, positive_total = _online(positive_top, positive_total, z, positive)
             positive_sum += tl.sum(tl.where(positive, z, 0.0), 1)
             positive_count += tl.sum(positive.to(tl.float32), 1)
-    inside, out = row < N, out + row
-    step = wide(N)
     tl.store(out, top, inside)
     tl.store(out + step, total, inside)
     tl.store(out + 2 * step, positive_top, inside)

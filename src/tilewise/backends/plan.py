@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tilewise.pairs import Pairs
 
+PRECISIONS = ("exact", "fp8")
+
 
 class Plan(NamedTuple):
     """How to sweep, in the order the custom ops take it."""
@@ -17,6 +19,7 @@ class Plan(NamedTuple):
     backend: str  # "dense", "chunked" or "fused": already chosen
     workspace_bytes: int  # most bytes for tiles and blocks at work
     check_values: bool  # read values back to check them, on any device
+    precision: str = "exact"  # or "fp8": scores from rounded features, the fused backend only
     keep_bytes: int = 0  # most bytes for exponentials that need not be recomputed
     scaled: bool = False  # whether the scale's gradient will be wanted
 

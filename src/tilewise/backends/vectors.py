@@ -6,6 +6,7 @@ Whatever stands in a whole row of numbers is computed in fp64 and rounded once.
 import triton
 import triton.language as tl
 
+from tilewise.backends.convert import split
 from tilewise.backends.kernels import (
     ALIGNED,
     COL_POISON,
@@ -29,14 +30,21 @@ HEADROOM = tl.constexpr(89.0)
 
 
 @triton.jit
+def _inverse(units):
+    """What a product of features converted by `units` is to be multiplied with, in fp64."""
+    return 1.0 / (tl.load(units).to(tl.float64) * tl.load(units + 1).to(tl.float64))
+
+
+@triton.jit
 def measure(
-    x, x_row, x_col, other, other_row, other_col, index, norm, dot, N, M, D,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
+    x, x_row, x_col, other, other_row, other_col, units, index, norm, dot, N, M, D,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
 ):  # fmt: skip
     """Length of each row of x (N, D), and its product with its positive in `other` (M, D).
 
-    The product is made as those of the tiles are: tensor cores cut off what they add up, and a
-    gradient that is the difference of positives and negatives must see the same on both sides.
+    The product is made as those of the tiles are, split by `units` where they are: tensor cores
+    cut off what they add up, and a gradient that is the difference of positives and negatives must
+    see the same on both sides.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = x + row.to(tl.int64)[:, None] * x_row
@@ -56,12 +64,30 @@ def measure(
         spoilt += tl.sum(v * 0.0, 1)
         if KIND == ALIGNED or KIND == INDEX:
             right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
-            products = tl.dot(left, right.T, products, input_precision=PRECISION)
+            if units is None:
+                products = tl.dot(left, right.T, products)
+            else:
+                high, low = split(left, tl.load(units))
+                far_high, far_low = split(right, tl.load(units + 1))
+                near, far = tl.interleave(low, high), tl.interleave(far_high, far_low)
+                products = tl.dot(near, far.T, products)
+    if units is not None and (KIND == ALIGNED or KIND == INDEX):
+        for d in range(0, D, TD):
+            at = d + tl.arange(0, TD)[None, :]
+            inside = (row[:, None] < N) & (at < D)
+            left = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0)
+            right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
+            high, _ = split(left, tl.load(units))
+            far_high, _ = split(right, tl.load(units + 1))
+            products = tl.dot(high, far_high.T, products)
     # A finite row may be longer than a float: then it is the longest float, and no offset holds.
     tl.store(norm + row, tl.minimum(tl.sqrt(square), 3.4e38) + spoilt, row < N)
     if KIND == ALIGNED or KIND == INDEX:
         own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-        tl.store(dot + row, tl.sum(tl.where(own, products, 0.0), 1), row < N)
+        product = tl.sum(tl.where(own, products, 0.0), 1)
+        if units is not None:
+            product = (product.to(tl.float64) * _inverse(units)).to(tl.float32)
+        tl.store(dot + row, product, row < N)
 
 
 @triton.jit
@@ -90,21 +116,25 @@ def _longest(norm, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_scale(head, scale):
-    """The scale, and in units of log 2 in two parts; returned as both."""
+def _store_scale(head, scale, units):
+    """The scale, and in units of log 2 in two parts; returned as both.
+
+    Both parts take back the `units` of the features, powers of two.
+    """
     factor = tl.load(scale).to(tl.float32)
     exact = factor.to(tl.float64) * LOG2E
     high = exact.to(tl.float32)
     tl.store(head + SCALE, factor)
-    tl.store(head + SCALE2, high)
-    tl.store(head + LOW, (exact - high.to(tl.float64)).to(tl.float32))
+    inverse = 1.0 if units is None else _inverse(units)
+    tl.store(head + SCALE2, (high.to(tl.float64) * inverse).to(tl.float32))
+    tl.store(head + LOW, ((exact - high.to(tl.float64)) * inverse).to(tl.float32))
     return factor, high
 
 
 @triton.jit
-def begin(head, memo, row_norm, col_norm, scale, N, M, BLOCK: tl.constexpr):
+def begin(head, memo, row_norm, col_norm, scale, units, N, M, BLOCK: tl.constexpr):
     """The head of a forward: scale, a fixed offset that no exponent exceeds by HEADROOM, poison."""
-    factor, scale2 = _store_scale(head, scale)
+    factor, scale2 = _store_scale(head, scale, units)
     rows, row_spoilt = _longest(row_norm, N, BLOCK)
     cols, col_spoilt = _longest(col_norm, M, BLOCK)
     bound = tl.abs(scale2) * rows * cols
@@ -252,8 +282,8 @@ def _largest(d, size, largest, SUMS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def survey(head, memo, d_rows, d_cols, scale, N, M, MULTIPLIER: tl.constexpr, SUMS: tl.constexpr,
-           COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def survey(head, memo, d_rows, d_cols, scale, units, N, M, MULTIPLIER: tl.constexpr,
+           SUMS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The head of a backward. Its offset is the forward's: the same logits, to the last bit."""
     largest = _largest(d_rows, N, tl.zeros((BLOCK,), tl.float32), SUMS, BLOCK)
     if COLUMNS:
@@ -261,7 +291,7 @@ def survey(head, memo, d_rows, d_cols, scale, N, M, MULTIPLIER: tl.constexpr, SU
     top = tl.max(largest, 0)
     # Powers of two divide exactly. exp2 of an integer is one.
     peak = tl.where(top > 0, tl.exp2(tl.floor(tl.log2(top))), 1.0)
-    factor, _ = _store_scale(head, scale)
+    factor, _ = _store_scale(head, scale, units)
     tl.store(head + OFFSET2, tl.load(memo))
     tl.store(head + PEAK, peak / MULTIPLIER)
     tl.store(head + FACTOR, factor * (peak / MULTIPLIER))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tilewise.autograd import dot_rows
+from tilewise.dot_rows import dot_rows
 from tilewise.errors import OptionError, ShapeError
 from tilewise.losses.common import (
     Reduction,

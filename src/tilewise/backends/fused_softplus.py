@@ -1,0 +1,104 @@
+"""Launching the softplus kernels: sums and gradients in one sweep."""
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.backends import dz as dz_kernels
+from tilewise.backends.fused_backward import Backward, Panel
+from tilewise.backends.plan import Grads
+from tilewise.backends.tuning import TileSize
+from tilewise.reductions import power_of_two
+from tilewise.tiles import Tile
+
+
+class Softplus(Backward):
+    """One sweep of softplus sums, or of their gradients, or of both."""
+
+    def softplus(self, upstream: tuple[Tensor, Tensor], values: bool) -> tuple[Grads, Tensor]:
+        """Gradients of softplus sums under weights, and if wanted the sums of rows themselves."""
+        peak = torch.stack([side.abs().max() for side in upstream if side.numel()]).max()
+        peak = power_of_two(peak) / self.multiplier
+        self._softplus_head(peak)
+        columns = upstream[1].numel() > 0
+        weights = [side[0] / peak if side.numel() else self.flag for side in upstream]
+        sums = self.head.new_zeros(self.pairs.shape[0] if values else 0)
+        scaled = self.needs.scale or self.needs.bias
+
+        def dz_of(panel: Panel) -> None:
+            parts = self._softplus_parts(panel, 3 if scaled else 1)
+            options = {"VALUES": values, "COLUMNS": columns, "SCALED": scaled, "GRADS": True}
+            self._softplus_panel(panel, (*weights, parts, self.flag), options)
+            if values:
+                sums[panel.tile.rows] += parts[0].sum(0)
+            if scaled:
+                by_scale, by_bias = parts[1:].sum(1).to(self.scale.dtype).sum(1)
+                self.scale += by_scale * self.inverse
+                self.bias += by_bias
+
+        return self.sweep(dz_of), sums
+
+    def softplus_sums(self) -> tuple[Tensor, Tensor]:
+        """Softplus sums of rows (N,) and of columns (M,), or (0,)."""
+        self._softplus_head(torch.ones_like(self.head[0]))
+        n, m, _ = self.pairs.shape
+        columns = self.plan.columns
+        rows, cols = self.head.new_zeros(n), self.head.new_zeros(m if columns else 0)
+
+        def sums_of(panel: Panel) -> None:
+            parts, (height, width) = self._softplus_parts(panel, 1), panel.dz.shape
+            count = triton.cdiv(height, self._softplus_size()[0].rows)
+            col_part = rows.new_empty(count if columns else 0, width)
+            options = {"VALUES": True, "COLUMNS": columns, "SCALED": False, "GRADS": False}
+            self._softplus_panel(panel, (self.flag, self.flag, parts, col_part), options)
+            rows[panel.tile.rows] += parts[0].sum(0)
+            if columns:
+                cols[panel.tile.cols] += col_part.sum(0)
+
+        self.sweep(sums_of)
+        return rows, cols
+
+    def _softplus_size(self) -> tuple[TileSize, bool]:
+        """The tile, and whether all tiles of it are masked."""
+        marked = self.pairs.row_ids is not None or self.pairs.kind in ("index", "label")
+        tiles = self._turns or self.ready.tiles
+        return tiles.masked if marked else tiles.softplus, marked
+
+    def _softplus_parts(self, panel: Panel, count: int) -> Tensor:
+        """Row sums by column tile, of softplus or of dz too; see the kernel. (count, tiles, n)"""
+        height, width = panel.dz.shape
+        return self.head.new_empty(count, triton.cdiv(width, self._softplus_size()[0].cols), height)
+
+    def _softplus_panel(
+        self, panel: Panel, args: tuple[Tensor, ...], options: dict[str, bool]
+    ) -> None:
+        """A panel whose negatives are all but a few pairs, and then those; or all at once."""
+        size, marked = self._softplus_size()
+        for masked, edges in ((True, False),) if marked else ((False, False), (True, True)):
+            if edges and not _meets_an_edge(panel.tile, size):
+                continue
+            if not masked and self._turns is not None and options["GRADS"]:
+                from tilewise.backends import hopper_dz
+
+                self._launch_in_turn(
+                    hopper_dz.dz_of_softplus, size, panel, *args[:3], COLUMNS=options["COLUMNS"],
+                    VALUES=options["VALUES"], SCALED=options["SCALED"],
+                )  # fmt: skip
+                continue
+            self._launch(
+                dz_kernels.dz_of_softplus, size, panel, *args, *self.ready.marks,
+                pieces=4, MASKED=masked, EDGES=edges, **options, **self.ready.kind(),
+            )  # fmt: skip
+
+    def _softplus_head(self, peak: Tensor) -> None:
+        scale = self.pairs.scale.to(self.head.dtype)
+        zero = torch.zeros_like(scale)
+        bias = zero if self.pairs.bias is None else self.pairs.bias.to(scale)
+        factor = (scale * self.inverse).to(scale)
+        parts = (zero, zero, factor, bias, zero, zero, peak, scale * peak, zero)
+        self.head.copy_(torch.stack(parts))
+
+
+def _meets_an_edge(tile: Tile, size: TileSize) -> bool:
+    """Whether a panel has pairs (i, i), or columns that do not fill its last tile."""
+    return bool(tile.diagonal) or (tile.col_stop - tile.col_start) % size.cols != 0

@@ -1,0 +1,78 @@
+"""Panels of dz: how they are cut, multiplied with features, and rounded into gradients."""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.backends import dz as dz_kernels
+from tilewise.backends import vectors
+from tilewise.tiles import Tile, balanced
+
+
+def piece(length: int, best: int, most: int, unit: int) -> int:
+    """Into which pieces to cut a side: the best ones where they are needed and fit."""
+    return best if best <= min(most, length) else balanced(length, max(1, min(best, most)), unit)
+
+
+def round_into(out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """x times a factor, rounded into `out` of its shape; both lie in memory without gaps."""
+    vectors.scaled[(triton.cdiv(x.numel(), 2048),)](
+        out, x, factor, None, x.numel(), 1, BLOCK=2048, num_warps=8
+    )
+    return out
+
+
+def rescale(grads: Tensor, gain: Tensor) -> None:
+    """Multiply each row of a gradient (N, D) by its gain (N,), in place."""
+    vectors.scaled[(triton.cdiv(grads.numel(), 2048),)](
+        grads, grads, gain, gain, grads.numel(), grads.shape[1], BLOCK=2048, num_warps=8
+    )
+
+
+def doubling(size: int, step: int) -> Iterator[slice]:
+    """[0, size) in pieces that each end before twice their start, but for the first."""
+    start, stop = 0, min(step, size)
+    while start < size:
+        yield slice(start, stop)
+        start, stop = stop, min(2 * stop, size)
+
+
+def padded(width: int) -> int:
+    """Numbers of 2 bytes from one row of dz to the next: a multiple of 16 bytes."""
+    return -(-width // 8) * 8
+
+
+def cut(work: Tensor, tile: Tile) -> Tensor:
+    """A panel of the workspace, its rows at multiples of 16 bytes."""
+    n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
+    return work[: n * padded(m)].view(n, padded(m))[:, :m]
+
+
+def side_of_square(pair_bytes: int, row_bytes: int, room: int) -> int:
+    """The largest side of a square of pairs, with something for each of its rows, in `room`."""
+    half = row_bytes / (2 * pair_bytes)
+    return int((half**2 + room / pair_bytes) ** 0.5 - half)
+
+
+def add_products(
+    acc: Tensor, dz: tuple[Tensor, ...], features: tuple[Tensor, ...], first: bool
+) -> None:
+    """acc += dz @ features, or = where it is the first; small terms first where both are split."""
+    if len(dz) == 2:
+        add_product(acc, dz[0], features[1], first)
+        add_product(acc, dz[1], features[0], False, 1 / dz_kernels.REST.value)
+        first = False
+    add_product(acc, dz[0], features[0], first)
+
+
+def add_product(acc: Tensor, a: Tensor, b: Tensor, first: bool, alpha: float = 1.0) -> None:
+    """acc += alpha a @ b, or = a @ b where it is the first: in fp32, whatever the inputs' dtype."""
+    if not acc.is_cuda or torch.version.hip:
+        a, b, beta = a.to(acc.dtype), b.to(acc.dtype), 0.0 if first else 1.0
+        torch.addmm(acc, a, b, beta=beta, alpha=alpha, out=acc)
+    elif first:
+        torch.mm(a, b, out_dtype=torch.float32, out=acc)
+    else:
+        torch.addmm(acc, a, b, out_dtype=torch.float32, alpha=alpha, out=acc)
