@@ -71,7 +71,7 @@ VECTORS = {
     "begin": {"BLOCK": 1024},
     "scaled": {"BLOCK": 2048},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
-               "PARTS": 32, "BLOCK": 64},
+               "PARTS": 64, "BLOCK": 32},
     "finish_marked": {
         "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "COLS": True, "SUMS": True,
         "ON_FLAG": True,
@@ -82,15 +82,18 @@ VECTORS = {
     "convert-split": {"WIDTH": 8, "FORM": 1, "COLS": True, "BLOCK": 16, "TD": 64},
     "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
-    "measure-plain": {"units": None, "KIND": INDEX, "BLOCK": 16, "TD": 64},
+    "measure-plain": {
+        "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 16, "TD": 128,
+    },
     "begin-plain": {"units": None, "BLOCK": 1024},
     "survey-plain": {
         "units": None, "MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096,
     },
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
 }  # fmt: skip
-FLOATS = """x other norm dot row_norm col_norm scale part found row_stats d_rows col_stats d_cols
-    stats d other_d vectors at_positive head out rows cols unit units flag memo factor gain"""
+FLOATS = """x other norm other_norm dot row_norm col_norm scale part found row_stats d_rows d_cols
+    col_stats stats d other_d vectors at_positive head out rows cols unit units flag memo factor
+    gain"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "index": "*i32",
 }  # fmt: skip

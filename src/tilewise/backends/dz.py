@@ -251,11 +251,12 @@ def dz_of_softplus(
 ):  # fmt: skip
     """Softplus of a panel of signed logits (-z at positives): its sums, and dz.
 
-    dz = sign * sigmoid * (row weight + column weight). row_parts (3, column tiles, n) takes the
+    dz = sign * sigmoid * (row weight + column weight). row_parts (column tiles, 3, n) takes the
     rows' sums of softplus, of dz times the product of features, and of dz; col_part (row
     tiles, m) the columns' of softplus. Without MASKED every pair is a negative; a second run with
     EDGES then does the tiles over where that was wrong.
     """
+    PLANES: tl.constexpr = 3 if SCALED else 1
     scale, bias = tl.load(head + SCALE), tl.load(head + BIAS)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
@@ -300,7 +301,7 @@ def dz_of_softplus(
                     by_bias += tl.sum(x, 1)
                 _store_dz(dz, rest, i * TN, start, x)
         if VALUES:
-            _store_rows(row_parts, values, j, row - row0, n)
+            _store_rows(row_parts, values, PLANES * j, row - row0, n)
         if SCALED:
-            _store_rows(row_parts, by_scale, num_m + j, row - row0, n)
-            _store_rows(row_parts, by_bias, 2 * num_m + j, row - row0, n)
+            _store_rows(row_parts, by_scale, PLANES * j + 1, row - row0, n)
+            _store_rows(row_parts, by_bias, PLANES * j + 2, row - row0, n)

@@ -77,15 +77,21 @@ class Ready(NamedTuple):
             made.append((out, [size.rows, size.cols]))
         return [gluon.TensorDescriptor.from_tensor(x, block, layout) for x, block in made]
 
-    def measure(self, norm: Tensor, dot: Tensor, cols: bool = False) -> None:
-        """Lengths of the rows, and their products with their positives; or lengths of columns."""
+    def measure(
+        self, norm: Tensor, dot: Tensor, other_norm: Tensor | None = None, cols: bool = False
+    ) -> None:
+        """Lengths of the rows, and their products with their positives; or lengths of columns.
+
+        Of pairs (i, i) both lengths, with `other_norm`.
+        """
         sides = (self.rows, self.cols)[:: -1 if cols else 1]
         x, other = (side.features for side in sides)
         # fp8 is for the negatives: the one positive of a row is worth its own digits.
         units = self.units if self.rows.form == SPLIT.value else None
         vectors.measure[(triton.cdiv(len(x), 16),)](
-            x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, dot, len(x),
-            len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16, TD=64,
+            x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, other_norm, dot,
+            len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16,
+            TD=64 if units is not None else 128,
         )  # fmt: skip
 
     def mirrored(self) -> "Ready":
@@ -203,8 +209,9 @@ class _Forward:
 
     def _begin(self) -> None:
         n, m, _ = self.pairs.shape
-        self.ready.measure(self.row_norm, self.dot)
-        if not self.pairs.symmetric:
+        paired = n == m and self.pairs.kind == "aligned" and not self.pairs.symmetric
+        self.ready.measure(self.row_norm, self.dot, self.col_norm if paired else None)
+        if not paired and not self.pairs.symmetric:
             self.ready.measure(self.col_norm, self.dot, cols=True)
         vectors.begin[(1,)](
             self.head, self.memo, self.row_norm, self.col_norm, self.pairs.scale,
@@ -322,10 +329,10 @@ class _Forward:
         own = cols and not self.pairs.symmetric
         out, norm = (self.col_stats, self.col_norm) if own else (self.row_stats, self.row_norm)
         kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
-        vectors.finish[(triton.cdiv(span[1], 64),)](
+        vectors.finish[(triton.cdiv(span[1], 32),)](
             part, total, out, self.head, self.flag, norm, self.dot, self.ready.marks[0],
             len(part), *span, *((m, n) if own else (n, m)), SYMMETRIC=self.pairs.symmetric,
-            COLS=own, LAST=last, PARTS=32, BLOCK=64, **kind,
+            COLS=own, LAST=last, PARTS=64, BLOCK=32, **kind,
         )  # fmt: skip
 
     def _marked(self, ready: Ready, on_flag: bool, cols: bool) -> None:

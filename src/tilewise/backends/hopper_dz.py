@@ -139,16 +139,18 @@ def _softplus_and_sigmoid(z):
     p = p * e + 0.33319096499779194
     p = p * e - 0.49999491160576953
     p = (p * e + 0.9999999866502418) * e
-    return gl.maximum(z, 0.0) + p, gl.exp2((gl.minimum(z, 0.0) - p) * LOG2E)
+    value = gl.maximum(z, 0.0) + p
+    return value, gl.exp2((z - value) * LOG2E)
 
 
 @gluon.jit
 def _softplus_tile(
-    s, staging, head, weights, row_parts, panel, i, j, num_m,
+    s, staging, head, weights, row_parts, panel, i, j,
     COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     row_weight, col_weight = weights
     row0, col0, n, _, N, M = panel
+    PLANES: gl.constexpr = 3 if SCALED else 1
     WIDTH: gl.constexpr = s.shape[1] // 8
     pieces = _eighths(s)
     scale, bias = gl.load(head + SCALE), gl.load(head + BIAS)
@@ -171,10 +173,10 @@ def _softplus_tile(
             by_bias += x
         staging.slice(h * WIDTH, WIDTH, 1).store(x.to(staging.dtype))
     if VALUES:
-        store_rows(row_parts, gl.sum(values, 1), j, row, row0, n)
+        store_rows(row_parts, gl.sum(values, 1), PLANES * j, row, row0, n)
     if SCALED:
-        store_rows(row_parts, gl.sum(by_scale, 1), num_m + j, row, row0, n)
-        store_rows(row_parts, gl.sum(by_bias, 1), 2 * num_m + j, row, row0, n)
+        store_rows(row_parts, gl.sum(by_scale, 1), PLANES * j + 1, row, row0, n)
+        store_rows(row_parts, gl.sum(by_bias, 1), PLANES * j + 2, row, row0, n)
 
 
 @gluon.jit
@@ -192,7 +194,7 @@ def _softplus_tiles(
         s = product(ring, done, D, ME)
         done += 1
         tma.store_wait(0)
-        _softplus_tile(s, staging, head, weights, row_parts, panel, i, j, num_m, COLUMNS, VALUES,
+        _softplus_tile(s, staging, head, weights, row_parts, panel, i, j, COLUMNS, VALUES,
                        SCALED)  # fmt: skip
         fence_async_shared()
         tma.async_copy_shared_to_global(dz, [i * TN, j * TM], staging)

@@ -37,11 +37,12 @@ def _inverse(units):
 
 @triton.jit
 def measure(
-    x, x_row, x_col, other, other_row, other_col, units, index, norm, dot, N, M, D,
+    x, x_row, x_col, other, other_row, other_col, units, index, norm, other_norm, dot, N, M, D,
     KIND: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
 ):  # fmt: skip
     """Length of each row of x (N, D), and its product with its positive in `other` (M, D).
 
+    Where row i of x and of `other` are such a pair, `other_norm` may take the other lengths too.
     The product is made as those of the tiles are, split by `units` where they are: tensor cores
     cut off what they add up, and a gradient that is the difference of positives and negatives must
     see the same on both sides.
@@ -55,6 +56,7 @@ def measure(
     there = other + partner.to(tl.int64)[:, None] * other_row
     square, products = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
     spoilt = tl.zeros((BLOCK,), tl.float32)
+    other_square, other_spoilt = square, spoilt
     for d in range(0, D, TD):
         at = d + tl.arange(0, TD)[None, :]
         inside = (row[:, None] < N) & (at < D)
@@ -64,6 +66,10 @@ def measure(
         spoilt += tl.sum(v * 0.0, 1)
         if KIND == ALIGNED or KIND == INDEX:
             right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
+            if other_norm is not None:
+                v = right.to(tl.float32)
+                other_square += tl.sum(v * v, 1)
+                other_spoilt += tl.sum(v * 0.0, 1)
             if units is None:
                 products = tl.dot(left, right.T, products)
             else:
@@ -82,6 +88,9 @@ def measure(
             products = tl.dot(high, far_high.T, products)
     # A finite row may be longer than a float: then it is the longest float, and no offset holds.
     tl.store(norm + row, tl.minimum(tl.sqrt(square), 3.4e38) + spoilt, row < N)
+    if other_norm is not None:
+        longest = tl.minimum(tl.sqrt(other_square), 3.4e38)
+        tl.store(other_norm + row, longest + other_spoilt, row < N)
     if KIND == ALIGNED or KIND == INDEX:
         own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
         product = tl.sum(tl.where(own, products, 0.0), 1)
