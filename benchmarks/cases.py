@@ -44,6 +44,8 @@ class Case:
     """Of the features: bf16, fp16 or fp32."""
     autocast: bool = False
     """Whether the loss is called under bf16 autocast."""
+    learnable: bool = False
+    """Whether gradients of scale and bias are wanted too."""
     bar: float | None = None
     """Efficiency to reach on one H200."""
     note: str = ""
@@ -61,6 +63,7 @@ class Case:
     def name(self) -> str:
         """As `--cases` takes it."""
         kind = f"{self.dtype}-autocast" if self.autocast else self.dtype
+        kind = f"{kind}-learnable" if self.learnable else kind
         return f"{self.loss}-{kind}-{self.batch}x{self.dim}"
 
     @property
@@ -85,7 +88,10 @@ class Case:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def inputs(self, device: torch.device) -> Inputs:
-        """Random unit features (B, D), the same in every run, scale 14.3; SigLIP has a bias."""
+        """Random unit features (B, D), the same in every run, scale 14.3; SigLIP has a bias.
+
+        Both are constants unless the case is a learnable one.
+        """
         generator = torch.Generator(device).manual_seed(self.batch)
         image, text = (
             functional.normalize(
@@ -95,8 +101,8 @@ class Case:
             .requires_grad_()
             for _ in range(2)
         )
-        bias = torch.tensor(BIAS, device=device, requires_grad=True)
-        scale = torch.tensor(SCALE, device=device, requires_grad=True)
+        bias = torch.tensor(BIAS, device=device, requires_grad=self.learnable)
+        scale = torch.tensor(SCALE, device=device, requires_grad=self.learnable)
         return Inputs(image, text, scale, bias if self.loss == "siglip" else None)
 
 
@@ -107,6 +113,8 @@ CASES = (
     Case(loss="clip", batch=8192, dim=768, dtype="bf16", bar=0.90),
     Case(loss="clip", batch=262144, dim=768, dtype="bf16", bar=0.95),
     Case(loss="siglip", batch=65536, dim=768, dtype="bf16", bar=0.93),
+    Case(loss="clip", batch=65536, dim=768, dtype="bf16", learnable=True),
+    Case(loss="siglip", batch=65536, dim=768, dtype="bf16", learnable=True),
     Case(loss="clip", batch=32768, dim=768, dtype="fp32", note="3x the speed of dense PyTorch"),
     Case(
         loss="clip", batch=65536, dim=768, dtype="fp32", autocast=True,
@@ -131,11 +139,12 @@ def find_case(name: str) -> Case:
     for case in (*CASES, *ON_REQUEST, *CPU_CASES):
         if case.name == name:
             return case
-    parts = re.fullmatch(r"(\w+)-(\w+?)(-autocast)?-(\d+)x(\d+)", name)
+    parts = re.fullmatch(r"(\w+)-(\w+?)(-autocast)?(-learnable)?-(\d+)x(\d+)", name)
     if parts is None:
         raise ValueError(f"a case is named as clip-bf16-65536x768, got {name!r}")
-    loss, dtype, autocast, batch, dim = parts.groups()
-    return Case(loss=loss, batch=int(batch), dim=int(dim), dtype=dtype, autocast=bool(autocast))
+    loss, dtype, autocast, learnable, batch, dim = parts.groups()
+    flags = {"autocast": bool(autocast), "learnable": bool(learnable)}
+    return Case(loss=loss, batch=int(batch), dim=int(dim), dtype=dtype, **flags)
 
 
 def eager(case: Case, loss: Loss, inputs: Inputs) -> Step:
@@ -215,6 +224,25 @@ def _ours(case: Case) -> Loss:
     return lambda x: tilewise.siglip_loss(x.image, x.text, x.scale, x.bias)
 
 
+def _ours_kept(case: Case) -> Loss:
+    """With exponentials kept in all memory that is free when it is first called."""
+    budget: list[float] = []
+
+    def loss(x: Inputs) -> Tensor:
+        if not budget:  # free memory cannot be asked for while a graph is recorded
+            kept = tilewise.explain_keep(x.image, x.text, "auto")
+            print(f"{case.name}: {kept}", flush=True)
+            budget.append(kept.mib + 1)
+        return tilewise.clip_loss(x.image, x.text, x.scale, keep_mib=budget[0])
+
+    return loss
+
+
+def _ours_compiled(case: Case) -> Loss:
+    torch._dynamo.reset()
+    return torch.compile(_ours(case), dynamic=False)
+
+
 def dense(case: Case) -> Loss:
     """The plain formula, summed in float32 at least; in float64 it is the truth."""
     return TASKS[case.loss].contenders[DENSE]
@@ -290,6 +318,13 @@ def _siglip_kernel(case: Case) -> Loss:
 CONTENDERS = (
     Contender(name=OURS, load=_ours),
     Contender(name=f"{OURS} graph", load=_ours, wrap=captured, needs_cuda=True),
+    Contender(
+        name=f"{OURS} compiled graph", load=_ours_compiled, wrap=captured, needs_cuda=True,
+    ),
+    Contender(
+        name=f"{OURS} keep graph", load=_ours_kept, wrap=captured, needs_cuda=True,
+        losses=("clip",), max_batch=131072,
+    ),
     Contender(name="dense", load=dense, num_squares=5),
     Contender(name="open_clip", load=_open_clip, module="open_clip", num_squares=5),
     Contender(name="torch.compile", load=_compiled, num_squares=3),

@@ -55,6 +55,7 @@ class Row:
     dim: int
     dtype: str
     autocast: bool
+    learnable: bool
     contender: str
     status: str = "ok"
     """ok, or why there are no numbers."""

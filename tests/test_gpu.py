@@ -113,7 +113,9 @@ def test_exactness(name, kind, backend, dtype):
         for output, sums in totals.items():
             error, *bases, size = sums.sqrt().tolist()
             narrow = dtype if output in ("d_rows", "d_cols") else torch.float32
-            allowed = 2 * max(bases) + torch.finfo(narrow).eps / 2 * size
+            # What is kept is rounded to bf16 once more, before it becomes dz.
+            factor = 3 if name == "clip-kept" and narrow == torch.bfloat16 else 2
+            allowed = factor * max(bases) + torch.finfo(narrow).eps / 2 * size
             assert error <= allowed, f"{output}, scale {nominal}: {error:.2e} > {allowed:.2e}"
 
 

@@ -30,12 +30,12 @@ class Inputs(NamedTuple):
 
     def wanted(self) -> list[Tensor]:
         """The tensors to differentiate in."""
-        return [x for x in self if x is not None]
+        return [x for x in self if x is not None and x.requires_grad]
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """The same numbers in another dtype, as fresh leaves."""
-        image, text, scale = (_leaf(x.to(dtype)) for x in self[:3])
-        return Inputs(image, text, scale, None if self.bias is None else _leaf(self.bias.to(dtype)))
+        image, text, scale = (_like(x, dtype) for x in self[:3])
+        return Inputs(image, text, scale, None if self.bias is None else _like(self.bias, dtype))
 
 
 def _our_clip(x: Inputs) -> Tensor:
@@ -261,6 +261,10 @@ def _too_large(case: Case, device: torch.device) -> str:
 
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().to(dtype).requires_grad_(x.requires_grad)
 
 
 def _inputs(config: BenchConfig, batch: int, dim: int) -> Inputs:
