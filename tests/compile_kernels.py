@@ -83,7 +83,7 @@ VECTORS = {
     "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
     "measure-plain": {
-        "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 16, "TD": 128,
+        "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 16, "TD": 64,
     },
     "begin-plain": {"units": None, "BLOCK": 1024},
     "survey-plain": {

@@ -148,10 +148,11 @@ def test_where_no_fixed_offset_holds(name):
     a, b = torch.zeros(400, 8, device="cuda"), torch.zeros(400, 8, device="cuda")
     a[:, 0], a[7:9, 0] = 1.0, -1.0
     b[:, 0] = -1.0
-    a, b = (F.normalize(x + 0.1 * unit(400, 8, seed=k), dim=1) for k, x in enumerate((a, b)))
+    a, b = (F.normalize(x + 0.1 * unit(400, 8, seed=k), dim=1).half() for k, x in enumerate((a, b)))
     truth = step(LOSSES[name], a.double(), b.double(), 200.0, backend="dense")
     for got, true in zip(step(LOSSES[name], a, b, 200.0, backend="fused"), truth, strict=True):
-        assert (got.double() - true).norm() <= 2e-5 * true.norm()
+        bound = 2e-5 if got.ndim == 0 else TOLERANCE[torch.float16]
+        assert (got.double() - true).norm() <= bound * true.norm()
 
 
 def test_some_chunks_kept():

@@ -91,7 +91,7 @@ class Ready(NamedTuple):
         vectors.measure[(triton.cdiv(len(x), 16),)](
             x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, other_norm, dot,
             len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16,
-            TD=64 if units is not None else 128,
+            TD=64,
         )  # fmt: skip
 
     def mirrored(self) -> "Ready":

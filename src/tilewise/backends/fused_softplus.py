@@ -15,8 +15,6 @@ from tilewise.tiles import Tile
 class Softplus(Backward):
     """One sweep of softplus sums, or of their gradients, or of both."""
 
-    parts: Tensor  # of the row panel at work
-
     def softplus(self, upstream: tuple[Tensor, Tensor], values: bool) -> tuple[Grads, Tensor]:
         """Gradients of softplus sums under weights, and if wanted the sums of rows themselves."""
         peak = torch.stack([side.abs().max() for side in upstream if side.numel()]).max()
@@ -31,11 +29,9 @@ class Softplus(Backward):
             parts = self._softplus_parts(panel, 3 if scaled else 1)
             options = {"VALUES": values, "COLUMNS": columns, "SCALED": scaled, "GRADS": True}
             self._softplus_panel(panel, (*weights, parts, self.flag), options)
-            if panel.tile.col_stop < self.pairs.shape[1]:
-                return
-            found = self.parts.sum(0)
+            found = parts.sum(0)
             if values:
-                sums[panel.tile.rows] = found[0]
+                sums[panel.tile.rows] += found[0]
             if scaled:
                 by_scale, by_bias = found[1:].to(self.scale.dtype).sum(1)
                 self.scale += by_scale * self.inverse
@@ -56,8 +52,7 @@ class Softplus(Backward):
             col_part = rows.new_empty(count if columns else 0, width)
             options = {"VALUES": True, "COLUMNS": columns, "SCALED": False, "GRADS": False}
             self._softplus_panel(panel, (self.flag, self.flag, parts, col_part), options)
-            if panel.tile.col_stop == m:
-                rows[panel.tile.rows] = self.parts.sum(0)[0]
+            rows[panel.tile.rows] += parts.sum(0)[0]
             if columns:
                 cols[panel.tile.cols] += col_part.sum(0)
 
@@ -71,15 +66,9 @@ class Softplus(Backward):
         return tiles.masked if marked else tiles.softplus, marked
 
     def _softplus_parts(self, panel: Panel, count: int) -> Tensor:
-        """Row sums by column tile, of softplus or of dz too; see the kernel. (tiles, count, n)
-
-        Those of all panels side by side lie in one tensor, `self.parts`, to be added up at once.
-        """
-        width, tile = self._softplus_size()[0].cols, panel.tile
-        if tile.col_start == 0:
-            tiles = triton.cdiv(self.pairs.shape[1], width)
-            self.parts = self.head.new_empty(tiles, count, panel.dz.shape[0])
-        return self.parts[tile.col_start // width : triton.cdiv(tile.col_stop, width)]
+        """Row sums by column tile, of softplus or of dz too; see the kernel. (tiles, count, n)"""
+        height, width = panel.dz.shape
+        return self.head.new_empty(triton.cdiv(width, self._softplus_size()[0].cols), count, height)
 
     def _softplus_panel(
         self, panel: Panel, args: tuple[Tensor, ...], options: dict[str, bool]
