@@ -68,7 +68,7 @@ def multiply(rows, cols):
     return torch.mm(rows, cols.T, out_dtype=torch.float32).cpu()
 
 
-# fp32 by products of fp16 was not held against this bar yet: "auto" leaves it to chunked.
+# fp32 by products of fp16 misses this bar by little (docs/log.md): "auto" leaves it to chunked.
 HELD = [("fused", torch.bfloat16), ("fused", torch.float16), ("chunked", torch.float32)]
 
 

