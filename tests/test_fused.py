@@ -514,7 +514,7 @@ def test_kept_exponentials(name, chunks):
     """Some chunks of rows kept, or all; whatever is not kept is computed again."""
     a, b = unit(150, 24).half(), unit(150, 24).half()
     budget = chunks * 64 * 152 * 2 / 2**20
-    assert tw.explain_keep(a, b, budget) == (chunks, 3, 2 * min(64 * chunks, 150) * 150 / 2**20)
+    assert tw.explain_keep(a, b, budget) == (chunks, 3, 2 * min(64 * chunks, 150) * 152 / 2**20)
     truth = outcome(name, a.double(), b.double(), 20.0, "dense")
     ours = outcome(name, a, b, 20.0, "fused", keep_mib=budget, workspace_mib=0.1)
     for output, got, true in zip(("loss", "rows", "cols", "scale", "bias"), ours, truth):  # noqa: B905
@@ -558,6 +558,50 @@ def test_kept_exponentials_outlive_a_retained_graph():
 
 
 @pytest.mark.parametrize("keep_mib", [-1, "all"])
-def test_a_budget_that_is_none(keep_mib):
+@pytest.mark.parametrize("loss", [tw.clip_loss, tw.siglip_loss, tw.explain_keep])
+def test_a_budget_that_is_none(loss, keep_mib):
     with pytest.raises(tw.OptionError, match="keep_mib must"):
-        tw.clip_loss(unit(4, 8).half(), unit(4, 8).half(), 1.0, keep_mib=keep_mib)
+        loss(unit(4, 8).half(), unit(4, 8).half(), keep_mib=keep_mib)
+
+
+@pytest.mark.usefixtures("keeping")
+def test_an_odd_number_of_columns_is_kept():
+    """What pads the rows is written too: an op gives the same outputs every time."""
+    pairs = make_pairs(
+        unit(70, 8).half(), unit(61, 8).half(), (5.0, None), positives="aligned", ids=None,
+        labels=None, skip_self=False,
+    )  # fmt: skip
+    plan = Plan("logsumexp", True, False, "fused", 2**20, False, keep_bytes=2**20)
+    assert (fused.reduce(pairs, plan).kept[:, 61:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "d"), [(12000, 12000, 768), (8300, 9000, 1024), (300, 10**6, 64)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_panels_of_the_forward(n, m, d, dtype, monkeypatch):
+    """As on a Hopper: partial sums of a panel, and what is converted for it, fit the workspace."""
+    from tilewise.backends import fused_forward, tuning
+
+    monkeypatch.setattr(fused_forward, "tiles_in_turn", lambda *_: tuning.IN_TURN)
+    features = [torch.empty(k, d, dtype=dtype, device="meta") for k in (n, m)]
+    plan = Plan("logsumexp", True, False, "fused", 2**28, False)
+    pairs = make_pairs(
+        *features, (torch.empty((), device="meta"), None), positives="aligned", ids=None,
+        labels=None, skip_self=False,
+    )  # fmt: skip
+    monkeypatch.setattr(fused_forward, "units_of", lambda *_: torch.empty(2, device="meta"))
+    monkeypatch.setattr(fused_forward, "target_of", lambda _: ("cuda", 90))
+    monkeypatch.setattr(fused_forward, "tiles_for", lambda *_: tuning.HOPPER)
+    forward = fused_forward._Forward(pairs, plan)
+    forward.ready = forward.ready._replace(processors=132)
+    seen = 0
+    for panel in forward._panels():
+        parts = forward._parts(panel)
+        rows, cols, _, _ = panel.counts()
+        converted = (
+            rows * forward.ready.rows.bytes_per_row + cols * forward.ready.cols.bytes_per_row
+        )
+        assert 4 * (parts.rows.numel() + parts.cols.numel()) + converted <= plan.workspace_bytes
+        seen += rows * cols
+    assert seen == n * m

@@ -20,6 +20,7 @@ from tilewise.pairs import (
     make_pairs,
 )
 from tilewise.reductions import Stats
+from tilewise.tiles import padded
 
 
 class SweepOptions(TypedDict, total=False):
@@ -27,7 +28,9 @@ class SweepOptions(TypedDict, total=False):
 
     backend: str  # "auto" (default), "fused", "chunked" or "dense"
     workspace_mib: float  # most memory for tiles at work, 256 by default
-    keep_mib: float | Literal["auto"]  # most memory for exponentials kept for the backward; 0
+    # Most memory for exponentials kept for the backward, 0 by default, or "auto". With retain_graph
+    # or under torch.compile the backward works on a copy of them: as much again.
+    keep_mib: float | Literal["auto"]
     check_values: bool  # read scale and indices back from a device to check them
     precision: str  # "exact" (default), or "fp8": scores of half-precision features rounded to e4m3
 
@@ -77,7 +80,7 @@ def reduce_pairs(
             and softplus(-z) over positives.
         columns: whether the columns are reduced too, in the same sweep.
         sums: whether sums and counts of the negatives are wanted, for label smoothing.
-        how: backend, workspace_mib and check_values, see `SweepOptions`.
+        how: backend, workspace_mib, keep_mib, check_values and precision, see `SweepOptions`.
 
     Returns:
         Stats of the rows (N,) and of the columns (M,), differentiable once in rows, cols, scale
@@ -148,6 +151,7 @@ def _plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> Plan:
     workspace_mib = check_number("workspace_mib", how.get("workspace_mib", 256))
     if workspace_mib <= 0:
         raise OptionError(f"workspace_mib must be positive, got {workspace_mib}")
+    _check_keep(how.get("keep_mib", 0))
     check_values = how.get("check_values", False)
     if not isinstance(check_values, bool):
         raise DtypeError(f"check_values must be True or False, got {check_values!r}")
@@ -166,14 +170,19 @@ def _with_keep(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     return plan._replace(keep_bytes=budget, scaled=pairs.scale.requires_grad)
 
 
+def _check_keep(keep_mib: float | str) -> None:
+    if keep_mib == "auto":
+        return
+    if isinstance(keep_mib, str):
+        raise OptionError(f"keep_mib must be a number or 'auto', got {keep_mib!r}")
+    number = check_number("keep_mib", keep_mib)
+    if number < 0:
+        raise OptionError(f"keep_mib must not be negative, got {number}; 0 keeps nothing")
+
+
 def _keep_bytes(keep_mib: float | str, pairs: Pairs, plan: Plan) -> int:
     if keep_mib != "auto":
-        if isinstance(keep_mib, str):
-            raise OptionError(f"keep_mib must be a number or 'auto', got {keep_mib!r}")
-        number = check_number("keep_mib", keep_mib)
-        if number < 0:
-            raise OptionError(f"keep_mib must not be negative, got {number}; 0 keeps nothing")
-        return int(number * 2**20)
+        return int(float(keep_mib) * 2**20)
     if pairs.rows.device.type != "cuda":
         return 0
     if torch.compiler.is_compiling():
@@ -218,20 +227,21 @@ class Kept(NamedTuple):
 
 
 def explain_keep(rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"]) -> Kept:
-    """What a loss over such features keeps for its backward under a budget.
+    """What `clip_loss` and `info_nce` keep of such features for their backward under a budget.
 
-    Chunks are of 8,192 rows. The same number of them gives the same bits.
+    Chunks are of 8,192 rows. The same number of them gives the same bits. The other losses, labels
+    and label smoothing keep none.
     """
     pairs = make_pairs(
         rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False
     )
-    plan = _plan({}, "logsumexp", True, False)
+    plan = _plan({"keep_mib": keep_mib}, "logsumexp", True, False)
     kept = 0
     if backends.choose("auto", rows.device, rows.dtype).name == "fused":
         plan = plan._replace(keep_bytes=_keep_bytes(keep_mib, pairs, plan))
         kept = fused.kept_rows(pairs, plan)
     chunks = -(-kept // fused.CHUNK)
-    return Kept(chunks, -(-len(rows) // fused.CHUNK), 2 * kept * len(cols) / 2**20)
+    return Kept(chunks, -(-len(rows) // fused.CHUNK), 2 * kept * padded(len(cols), 8) / 2**20)
 
 
 def explain_backend(features: Tensor, backend: str = "auto") -> backends.Choice:

@@ -68,3 +68,8 @@ def balanced(size: int, most: int, multiple: int) -> int:
     pieces = -(-size // max(most, multiple))
     step = -(-size // pieces)
     return -(-step // multiple) * multiple
+
+
+def padded(size: int, multiple: int) -> int:
+    """The next multiple, at least `size`."""
+    return -(-size // multiple) * multiple

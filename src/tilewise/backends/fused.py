@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs
 from tilewise.positives import poison
+from tilewise.tiles import padded
 
 Result = TypeVar("Result")
 MIN_TORCH = (2, 8)
@@ -174,18 +175,19 @@ def kept_rows(pairs: Pairs, plan: Plan) -> int:
     wanted = plan.reduction == "logsumexp" and plan.keep_bytes > 0
     if not wanted or not has_offset(pairs, plan) or pairs.symmetric:
         return 0
-    if pairs.rows.dtype not in KEEPS:
+    # ROCm's BLAS would want all of it in fp32.
+    if pairs.rows.dtype not in KEEPS or torch.version.hip:
         return 0
-    rows = plan.keep_bytes // (2 * _padded(m))
+    rows = plan.keep_bytes // (2 * padded(m, 8))
     return n if rows >= n else rows // CHUNK * CHUNK
 
 
 def empty_kept(pairs: Pairs, plan: Plan) -> Tensor:
-    """Memory for what is kept (rows, M); rows begin at multiples of 16 bytes."""
+    """Memory for what is kept (rows, M and some 0s): rows begin at multiples of 16 bytes."""
     rows, m = kept_rows(pairs, plan), pairs.shape[1]
     if rows == 0:
         return pairs.rows.new_empty(0, dtype=torch.bfloat16)
-    return pairs.rows.new_empty(rows, _padded(m), dtype=torch.bfloat16)
+    return pairs.rows.new_empty(rows, padded(m, 8), dtype=torch.bfloat16)
 
 
 def empty_memo(pairs: Pairs, plan: Plan) -> Tensor:
@@ -194,10 +196,6 @@ def empty_memo(pairs: Pairs, plan: Plan) -> Tensor:
         return pairs.rows.new_empty(0, dtype=torch.float32)
     rows = kept_rows(pairs, plan) if plan.scaled else 0
     return pairs.rows.new_empty(2 + rows + (pairs.shape[1] if rows else 0), dtype=torch.float32)
-
-
-def _padded(size: int) -> int:
-    return -(-size // 8) * 8
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends import fused, kernels, vectors
-from tilewise.backends.blocks import narrow, store
+from tilewise.backends.blocks import narrow, row_spans, store
 from tilewise.backends.convert import SPLIT
 from tilewise.backends.fused_forward import BLOCK, make_ready, pulls
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
@@ -19,14 +19,13 @@ from tilewise.backends.products import (
     add_products,
     cut,
     doubling,
-    padded,
     piece,
     round_into,
     side_of_square,
 )
 from tilewise.backends.tuning import PANEL, Tiles, TileSize
 from tilewise.pairs import Pairs, exact_dtype
-from tilewise.tiles import Tile, balanced, row_of_tiles, spans, upper_row_of_tiles
+from tilewise.tiles import Tile, balanced, padded, row_of_tiles, spans, upper_row_of_tiles
 
 # fp16 has no room below 1e-8: dz is stored times this power of two, which leaves room for 8 above.
 MULTIPLIER = {torch.float16: 4096.0}
@@ -80,7 +79,7 @@ class Backward:
         """Fill panel after panel with dz, and multiply."""
         height, width = self._panel_shape()
         n, m, d = self.pairs.shape
-        area = min(height, n) * padded(min(width, m))
+        area = min(height, n) * padded(min(width, m), 8)
         work = self.head.new_empty(2 if self.split else 1, area, dtype=self.dtype)
         self._spread_factor()
         row_acc = self.head.new_empty(min(height, n), d) if self.rows is not None else None
@@ -166,11 +165,17 @@ class Backward:
         cols = None
         if self.acc is not None:
             cols = narrow(self.acc, self.pairs.rows.dtype)
-            for span in doubling(len(cols), 1 + SPARE_BYTES // (4 * self.pairs.shape[2])):
+            for span in self._pieces(self.acc):
                 self._round(cols, span, self.acc[span], 1)
         sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)
         peak = self.head[kernels.PEAK.value]
         return Grads(*sides, *((x * peak).to(self.pairs.dtype) for x in (self.scale, self.bias)))
+
+    def _pieces(self, acc: Tensor) -> Iterator[slice]:
+        """In which an accumulator is rounded: few, or small ones where rounding takes copies."""
+        if self.gains[1] is not None:
+            return row_spans(acc)
+        return doubling(len(acc), 1 + SPARE_BYTES // (4 * self.pairs.shape[2]))
 
     def _launch(
         self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2, **options: Any
@@ -306,6 +311,7 @@ class Backward:
     def _add_kept_to_scale(self, memo: Tensor, row_gain: Tensor, col_gain: Tensor | None) -> None:
         """What kept exponentials pull, as the forward summed it up, unless they are no good."""
         row_pull, col_pull = pulls(memo, len(self.kept))
+        assert len(row_pull) == len(self.kept), "plan.scaled must say that d_scale is wanted"
         pull = (row_gain[: len(row_pull)].double() * row_pull).sum()
         if col_gain is not None:
             pull = pull + (col_gain.double() * col_pull).sum()

@@ -20,6 +20,8 @@ from tilewise.tiles import Tile, balanced, row_of_tiles, spans
 BLOCK = 256
 # Programs of `hopper.sums` that share their columns.
 LANES = 4
+# Parts that a column's sum usually comes in, at most.
+SLOTS = 4 * LANES
 
 
 class Ready(NamedTuple):
@@ -187,6 +189,8 @@ class _Forward:
         self.head = torch.empty(kernels.HEAD_SIZE, device=device)
         self.memo, self.kept = fused.empty_memo(pairs, plan), fused.empty_kept(pairs, plan)
         self.flag = self.memo[1:2]
+        if len(self.kept):
+            self.kept[:, m:].zero_()
         self.row_pull, self.col_pull = pulls(self.memo, len(self.kept))
         self.row_pull.zero_()
         self.col_pull.zero_()
@@ -221,20 +225,23 @@ class _Forward:
     def _call_shape(self, ready: Ready, size: TileSize, part_bytes: int) -> tuple[int, int]:
         """Rows and columns of a call: as many as fit into the workspace, converted features too.
 
-        Half of it is for columns and for `part_bytes` a row and column block, a quarter for rows.
+        Half of it is for columns, for `part_bytes` a row and column block and for SLOTS such parts
+        of a column; a quarter is for rows.
         """
         n, m, room = len(ready.rows), len(ready.cols), self.plan.workspace_bytes // 2
         row_bytes, col_bytes = ready.rows.bytes_per_row, ready.cols.bytes_per_row
         height = balanced(n, room // (2 * row_bytes), size.rows) if row_bytes else n
         height = min(height, fused.CHUNK) if part_bytes else height
-        block_bytes = part_bytes * height + col_bytes * size.cols
+        # What pulls at the scale is summed up likewise.
+        part_bytes *= 2 if self.plan.scaled and len(self.kept) else 1
+        block_bytes = part_bytes * (height + SLOTS * size.cols) + col_bytes * size.cols
         return height, max(1, room // block_bytes) * size.cols if block_bytes else m
 
     def _sums(self) -> None:
         """Panel after panel, small enough for the rows to stay in L2 while all columns pass by."""
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
         rows = self.head.new_zeros(n, dtype=torch.float64)
-        cols = rows if symmetric else rows.new_zeros(m)
+        cols = rows if symmetric else rows.new_zeros(m if self.columns else 0)
         for panel in self._panels():
             tile, parts = panel.tile, self._parts(panel)
             self._sweep(panel, parts)
@@ -246,7 +253,9 @@ class _Forward:
                 self._finish(parts.cols, cols, span, ended, cols=True)
             if parts.row_pull is not None and parts.col_pull is not None:
                 self.row_pull[tile.rows] += parts.row_pull.sum(0)
-                self.col_pull[tile.cols] += parts.col_pull.sum(0)
+                if self.columns:
+                    self.col_pull[tile.cols] += parts.col_pull.sum(0)
+            del parts  # before the next, so that there is one
         if symmetric:
             self._finish(self.head[:0], rows, (0, n), True)
 
@@ -286,7 +295,7 @@ class _Forward:
         # What nobody sweeps stays 0: tiles below the diagonal, parts that a block does not have.
         rows = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
         count = lanes * (2 if panel.in_turn else 1) * (triton.cdiv(tiles, share) + 1)
-        cols = self.head.new_zeros(count, m)
+        cols = self.head.new_zeros(count, m if symmetric or self.columns else 0)
         if panel.kept is None or not self.plan.scaled:
             return Parts(rows, cols, None, None, share)
         return Parts(rows, cols, torch.empty_like(rows), torch.zeros_like(cols), share)
@@ -296,7 +305,8 @@ class _Forward:
         n, m, blocks, tiles = panel.counts()
         tile, size = panel.tile, panel.size
         args = (self.head, *parts[:4])
-        where = (tile.row_start, tile.col_start, n, m, *self.pairs.shape[:2], parts.share)
+        # Whatever lies past the panel is loaded as 0 and must not count.
+        where = (tile.row_start, tile.col_start, n, m, tile.row_stop, tile.col_stop, parts.share)
         programs = triton.cdiv(blocks * tiles, parts.share)
         options = {"SCALED": parts.row_pull is not None}
         if panel.in_turn:

@@ -15,13 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-SCALE2 = gl.constexpr(0)
-OFFSET2 = gl.constexpr(1)
-SCALE = gl.constexpr(2)
-BIAS = gl.constexpr(3)
-LOW = gl.constexpr(8)
-LOG2E = gl.constexpr(1.4426950408889634)
-INF = gl.constexpr(float("inf"))
+from tilewise.backends import kernels
+
+# The head of a sweep, as the other kernels read it.
+SCALE2 = gl.constexpr(kernels.SCALE2.value)
+OFFSET2 = gl.constexpr(kernels.OFFSET2.value)
+SCALE = gl.constexpr(kernels.SCALE.value)
+BIAS = gl.constexpr(kernels.BIAS.value)
+LOW = gl.constexpr(kernels.LOW.value)
+LOG2E = gl.constexpr(kernels.LOG2E.value)
 
 
 @gluon.jit
@@ -207,6 +209,7 @@ def _sum_tile(
             more_folded = more_folded + (folded[h] + _fold(p),)
         if SCALED:
             pull += p * pieces[h]
+        if SCALED and COLUMNS:
             more_pulled = more_pulled + (pulled[h] + _fold(p * pieces[h]),)
         if staging is not None:
             staging.slice(h * WIDTH, WIDTH, 1).store(p.to(staging.dtype))
@@ -249,7 +252,7 @@ def _sum_strips(
     for block in range(begin, end):
         first, last = _strip(block, share, height, LANES)
         folded = _nothing_folded(TN, TM, COLUMNS)
-        pulled = _nothing_folded(TN, TM, SCALED)
+        pulled = _nothing_folded(TN, TM, SCALED and COLUMNS)
         for i in range(2 * first + ME, 2 * last, 2):
             s = product(ring, done, D, ME)
             done += 1

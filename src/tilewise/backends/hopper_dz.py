@@ -139,8 +139,7 @@ def _softplus_and_sigmoid(z):
     p = p * e + 0.33319096499779194
     p = p * e - 0.49999491160576953
     p = (p * e + 0.9999999866502418) * e
-    value = gl.maximum(z, 0.0) + p
-    return value, gl.exp2((z - value) * LOG2E)
+    return gl.maximum(z, 0.0) + p, gl.exp2((gl.minimum(z, 0.0) - p) * LOG2E)
 
 
 @gluon.jit

@@ -127,6 +127,7 @@ def _walk(
                 folded += _fold(p, FOLD)
             if SCALED:
                 tl.store(row_pull + at, tl.sum(p * s, 1))
+            if SCALED and COLUMNS:
                 pulled += _fold(p * s, FOLD)
             if kept is not None:
                 kept.store([i * TN, local], p.to(kept.dtype))
@@ -141,6 +142,7 @@ def _walk(
             folded += _fold(p, FOLD)
         if SCALED:
             tl.store(row_pull + start + at, tl.sum(p * s, 1), at < n)
+        if SCALED and COLUMNS:
             pulled += _fold(p * s, FOLD)
         if kept is not None:
             kept.store([i * TN, local], p.to(kept.dtype))
@@ -180,7 +182,7 @@ def sums(
         at = block * TM + tl.arange(0, TM)
         if COLUMNS:
             tl.store(col_part + wide(slot) * m + at, tl.sum(tl.sum(folded, 0), 0), at < m)
-        if SCALED:
+        if SCALED and COLUMNS:
             tl.store(col_pull + wide(slot) * m + at, tl.sum(tl.sum(pulled, 0), 0), at < m)
 
 

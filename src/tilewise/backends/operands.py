@@ -8,7 +8,7 @@ h = fp16(x * unit) and l = fp16(x * unit - h) hold 22 bits of x, and one product
 
 is l*h + h*l + h*h, small terms first. Mirrored, the two small ones trade places within one step of
 a tensor core: pair (i, j) and pair (j, i) are the same number. For fp8 the unit makes the largest
-entry about 2^8. Scores of converted features are too large by the units of both sides.
+entry less than 2^8. Scores of converted features are too large by the units of both sides.
 """
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise.backends.convert import COPY, FP8, SPLIT, convert, largest, store_units
 from tilewise.pairs import Pairs
+from tilewise.tiles import padded
 
 # The largest entry lies in [2^top, 2^(top + 1)): fp16 ends at 65504, e4m3 at 448.
 TOP = {SPLIT.value: 14, FP8.value: 7}
@@ -128,8 +129,7 @@ def _dtype(features: Tensor, form: int) -> torch.dtype:
 
 def _padded(d: int, dtype: torch.dtype) -> int:
     """Features of a row that ends at a multiple of 16 bytes."""
-    unit = 16 // dtype.itemsize
-    return -(-d // unit) * unit
+    return padded(d, 16 // dtype.itemsize)
 
 
 def _begins_at_16_bytes(features: Tensor) -> bool:

@@ -39,7 +39,7 @@ class Swept(NamedTuple):
     rows: Tensor  # (k, N) packed stats; see `Stats`
     cols: Tensor  # (k, M) likewise, or (0,)
     memo: Tensor  # whatever the backend wants to know again, or (0,)
-    kept: Tensor  # exponentials of the first rows (K, M), or (0,)
+    kept: Tensor  # exponentials of the first rows (K, M and some 0s), or (0,)
 
 
 class Grads(NamedTuple):

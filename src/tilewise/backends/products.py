@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends import vectors
-from tilewise.tiles import Tile, balanced
+from tilewise.tiles import Tile, balanced, padded
 
 
 def piece(length: int, best: int, most: int, unit: int) -> int:
@@ -39,15 +39,10 @@ def doubling(size: int, step: int) -> Iterator[slice]:
         start, stop = stop, min(2 * stop, size)
 
 
-def padded(width: int) -> int:
-    """Numbers of 2 bytes from one row of dz to the next: a multiple of 16 bytes."""
-    return -(-width // 8) * 8
-
-
 def cut(work: Tensor, tile: Tile) -> Tensor:
     """A panel of the workspace, its rows at multiples of 16 bytes."""
     n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
-    return work[: n * padded(m)].view(n, padded(m))[:, :m]
+    return work[: n * padded(m, 8)].view(n, padded(m, 8))[:, :m]
 
 
 def side_of_square(pair_bytes: int, row_bytes: int, room: int) -> int:
