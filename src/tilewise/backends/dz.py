@@ -29,7 +29,7 @@ REST = tl.constexpr(2048.0)
 
 
 @triton.jit
-def _place(t, num_n, num_m, GROUP: tl.constexpr):
+def place(t, num_n, num_m, GROUP: tl.constexpr):
     """Tile t as (row tile, column tile): GROUP row tiles at a time, so that features stay in L2."""
     first = t // (GROUP * num_m) * GROUP
     height = tl.minimum(num_n - first, GROUP)
@@ -75,7 +75,7 @@ def dz_of_sums(
     offset2 = tl.load(head + OFFSET2)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0), flatten=True):
-        i, j = _place(t, num_n, num_m, GROUP)
+        i, j = place(t, num_n, num_m, GROUP)
         s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
         halves = _halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
@@ -189,7 +189,7 @@ def dz_of_marked(
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
-        i, j = _place(t, num_n, num_m, GROUP)
+        i, j = place(t, num_n, num_m, GROUP)
         s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
         halves = _halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
@@ -212,7 +212,7 @@ def dz_of_marked(
 
 
 @triton.jit
-def _softplus_and_sigmoid(z):
+def softplus_and_sigmoid(z):
     """log(1 + exp(z)) and its derivative, the sigmoid; both keep their digits far below 0.
 
     log(1 + e) for e in [0, 1] is e times a polynomial, to 3e-8 of its value. No logarithm and no
@@ -264,7 +264,7 @@ def dz_of_softplus(
     if EDGES:
         count = num_n * ((TN + TM - 1) // TM + tl.where(m % TM != 0, 1, 0))
     for t in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=not EDGES):
-        i, j = _place(t, num_n, num_m, GROUP)
+        i, j = place(t, num_n, num_m, GROUP)
         if EDGES:
             i, j = _edge(t, row0, col0, num_n, num_m, TN, TM)
             j = tl.where((j >= 0) & (j < num_m), j, 0)  # an innocent tile, done over for nothing
@@ -282,7 +282,7 @@ def dz_of_softplus(
             if MASKED:
                 positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
                 z = tl.where(positive, -z, tl.where(negative, z, -INF))
-            value, x = _softplus_and_sigmoid(z)
+            value, x = softplus_and_sigmoid(z)
             if VALUES:
                 values += tl.sum(value, 1)
                 if COLUMNS:

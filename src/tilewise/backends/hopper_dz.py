@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from tilewise.backends import dz as triton_dz
 from tilewise.backends.hopper import (
     BIAS,
-    LOG2E,
     SCALE,
     exp_scaled,
     halves,
@@ -20,14 +20,9 @@ from tilewise.backends.hopper import (
     store_rows,
 )
 
-
-@gluon.jit
-def _place(t, num_n, num_m, GROUP: gl.constexpr):
-    """`dz._place`."""
-    first = t // (GROUP * num_m) * GROUP
-    height = gl.minimum(num_n - first, GROUP)
-    rest = t % (GROUP * num_m)
-    return first + rest % height, rest // height
+# The same text, read as Gluon.
+_place = gluon.jit(triton_dz.place.fn)
+_softplus_and_sigmoid = gluon.jit(triton_dz.softplus_and_sigmoid.fn)
 
 
 @gluon.jit
@@ -125,21 +120,6 @@ def dz_of_sums(
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@gluon.jit
-def _softplus_and_sigmoid(z):
-    """`dz._softplus_and_sigmoid`."""
-    e = gl.exp2(-gl.abs(z) * LOG2E)
-    p = 0.0052326907003707275 * e - 0.02950522945971831
-    p = p * e + 0.07822594261240705
-    p = p * e - 0.13663245674572286
-    p = p * e + 0.19106006725651947
-    p = p * e - 0.24842982801257818
-    p = p * e + 0.33319096499779194
-    p = p * e - 0.49999491160576953
-    p = (p * e + 0.9999999866502418) * e
-    return gl.maximum(z, 0.0) + p, gl.exp2((gl.minimum(z, 0.0) - p) * LOG2E)
 
 
 @gluon.jit
