@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilewise.errors import OptionError
 from tilewise.pairs import (
@@ -33,12 +34,15 @@ def cross_entropy(
     With one positive that is softplus(logsumexp over negatives - z_p): no two near-equal numbers
     are subtracted, so confident pairs keep their digits. 0 for a row without a positive. (N,)
     """
-    mean_positive = stats.positive_sum / stats.positive_count.clamp(min=1)
+    # Only where it is needed: on a GPU small batches wait for every operation.
+    mean_positive = stats.positive_sum
+    if several or decoupled or label_smoothing:
+        mean_positive = stats.positive_sum / stats.positive_count.clamp(min=1)
     if decoupled:
         loss = torch.where(stats.values == -INFINITY, 0.0, stats.values - mean_positive)
     else:
-        gap = stats.values - stats.positives
-        loss = torch.logaddexp(gap, torch.zeros_like(gap))
+        # Past the threshold softplus is its argument, in float64 too.
+        loss = functional.softplus(stats.values - stats.positives, threshold=40.0)
         if several:
             loss = loss + (stats.positives - mean_positive)
     if label_smoothing:
@@ -56,8 +60,9 @@ def aggregate(loss: Tensor, counts: Tensor, weight: Tensor | None, reduction: Re
         return loss
     summed = loss.sum(dtype=exact_dtype(loss))
     if reduction == "mean":
-        share = counts.to(loss.dtype) if weight is None else counts * weight
-        total = share.sum(dtype=summed.dtype)
+        if weight is None:
+            return (summed / counts.sum().clamp(min=1)).to(loss.dtype)
+        total = (counts * weight).sum(dtype=summed.dtype)
         summed = summed / torch.where(total == 0, 1.0, total)
     return summed.to(loss.dtype)
 
