@@ -218,10 +218,10 @@ class Contender:
         return self.wrap(case, self.load(case), inputs)
 
 
-def _ours(case: Case) -> Loss:
+def _ours(case: Case, **how: str) -> Loss:
     if case.loss == "clip":
-        return lambda x: tilewise.clip_loss(x.image, x.text, x.scale)
-    return lambda x: tilewise.siglip_loss(x.image, x.text, x.scale, x.bias)
+        return lambda x: tilewise.clip_loss(x.image, x.text, x.scale, **how)
+    return lambda x: tilewise.siglip_loss(x.image, x.text, x.scale, x.bias, **how)
 
 
 def _ours_kept(case: Case) -> Loss:
@@ -324,6 +324,12 @@ CONTENDERS = (
     Contender(
         name=f"{OURS} keep graph", load=_ours_kept, wrap=captured, needs_cuda=True,
         losses=("clip",), max_batch=131072,
+    ),
+    Contender(
+        name=f"{OURS} fused", load=functools.partial(_ours, backend="fused"), needs_cuda=True,
+    ),
+    Contender(
+        name=f"{OURS} fp8", load=functools.partial(_ours, precision="fp8"), needs_cuda=True,
     ),
     Contender(name="dense", load=dense, num_squares=5),
     Contender(name="open_clip", load=_open_clip, module="open_clip", num_squares=5),

@@ -22,12 +22,12 @@ from tilewise.bench import OURS
 
 INK, PALE, GREY = "#333333", "#e3e3e3", "#8a8a8a"
 COLOURS = (
-    "#0b6e99", "#56b4e9", "#17becf", "#004c6d", "#c8553d", "#e69f00", "#8c564b",
-    "#6a51a3", "#2ca02c", "#98c379", "#d36ba6", "#bcbd22",
+    "#0b6e99", "#56b4e9", "#17becf", "#004c6d", "#7fcdbb", "#1d91c0", "#c8553d",
+    "#e69f00", "#8c564b", "#6a51a3", "#2ca02c", "#98c379", "#d36ba6", "#bcbd22",
 )  # fmt: skip
 STYLES = {
     contender.name: (colour, marker)
-    for contender, colour, marker in zip(CONTENDERS, COLOURS, "os<>D^vPXph*", strict=True)
+    for contender, colour, marker in zip(CONTENDERS, COLOURS, "os<>12D^vPXph*", strict=True)
 }
 HEADINGS = (
     "contender", "ms", "+-%", "efficiency", "x dense", "MiB", "error", "first s", "remark",

@@ -62,7 +62,7 @@ class Softplus(Backward):
     def _softplus_size(self) -> tuple[TileSize, bool]:
         """The tile, and whether all tiles of it are masked."""
         marked = self.pairs.row_ids is not None or self.pairs.kind in ("index", "label")
-        tiles = self._turns or self.ready.tiles
+        tiles = self.ready.tiles
         return tiles.masked if marked else tiles.softplus, marked
 
     def _softplus_parts(self, panel: Panel, count: int) -> Tensor:
@@ -82,8 +82,8 @@ class Softplus(Backward):
                 from tilewise.backends import hopper_dz
 
                 self._launch_in_turn(
-                    hopper_dz.dz_of_softplus, size, panel, *args[:3], COLUMNS=options["COLUMNS"],
-                    VALUES=options["VALUES"], SCALED=options["SCALED"],
+                    hopper_dz.dz_of_softplus, self._turns.softplus, panel, *args[:3],
+                    **{name: options[name] for name in ("COLUMNS", "VALUES", "SCALED")},
                 )  # fmt: skip
                 continue
             self._launch(

@@ -43,13 +43,14 @@ HOPPER = Tiles(
     sums=TileSize(256, 128, 64, 8, 4),
     masked=TileSize(128, 64, 64, 8, 4, 16),
     dz=TileSize(128, 128, 64, 4, 3, 32, 2),
-    softplus=TileSize(128, 256, 64, 8, 3, 32),
+    softplus=TileSize(128, 128, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
 )
 # Rows and columns of dz at a time: 66 x 88 tiles are whole waves of an H200's 132 processors, and
 # so nearly are the products of it.
 PANEL = (8448, 11264)
-# Of `hopper`, whose two groups of warps have a tile each.
+# Of `hopper`, whose two groups of warps have a tile each. The softplus tile is HOPPER's, which does
+# the edges over.
 IN_TURN = Tiles(
     sums=TileSize(128, 128, 64, 4, 6),
     masked=HOPPER.masked,
@@ -100,10 +101,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def tiles_for(target: Target, dtype: torch.dtype) -> Tiles:
-    """The tiles for features of one dtype on one target; of fp8 twice the features at a time.
-
-    fp32 is multiplied as fp16, but its dz is stored in two parts, which takes registers.
-    """
+    """The tiles for features of one dtype on one target; of fp8 twice the features at a time."""
     if target.kind == "cpu":
         return INTERPRETER
     if target.kind == "hip":
@@ -112,8 +110,6 @@ def tiles_for(target: Target, dtype: torch.dtype) -> Tiles:
         tiles = {90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}.get(target.version, AMPERE)
     if dtype.itemsize == 1:
         return Tiles(*(size._replace(features=2 * size.features) for size in tiles))
-    if dtype.itemsize == 4:
-        return tiles._replace(softplus=tiles.softplus._replace(cols=min(tiles.softplus.cols, 128)))
     return tiles
 
 
