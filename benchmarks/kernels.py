@@ -41,9 +41,9 @@ CANDIDATES = {
 
 
 IN_TURN = {
-    "sums": [TileSize(128, 128, 64, 4, stages) for stages in (4, 6)],
-    "dz_of_sums": [TileSize(128, 128, 64, 4, stages, 16) for stages in (4, 5)],
-    "dz_of_softplus": [TileSize(128, 128, 64, 4, 5, group) for group in (16, 32)],
+    "sums": [TileSize(128, 128, 64, 4, stages, lanes) for stages in (6, 7) for lanes in (1, 4)],
+    "dz_of_sums": [TileSize(128, 128, 64, 4, *rest) for rest in ((5, 1), (6, 1), (6, 3))],
+    "dz_of_softplus": [TileSize(128, 128, 64, 4, stages, 1) for stages in (5, 6)],
 }
 
 

@@ -1,4 +1,4 @@
-"""A small step of CLIP and of SigLIP, for compute-sanitizer.
+"""Small steps of CLIP and of SigLIP, for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python benchmarks/sanitize.py
 compute-sanitizer --tool racecheck python benchmarks/sanitize.py
@@ -17,8 +17,10 @@ def main() -> None:
         for _ in range(2)
     )
     scale = torch.tensor(14.3, device="cuda", requires_grad=True)
-    clip_loss(image, text, scale, backend="fused").backward()
-    siglip_loss(image, text, scale, -5.0, backend="fused").backward()
+    for keep_mib in (0, 64):
+        clip_loss(image, text, scale, backend="fused", keep_mib=keep_mib).backward()
+    for bias in (-5.0, -20.0):  # near 0 and far below
+        siglip_loss(image, text, scale, bias, backend="fused").backward()
     torch.cuda.synchronize()
 
 

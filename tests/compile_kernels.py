@@ -67,7 +67,7 @@ VARIANTS = {
     ),
 }  # fmt: skip
 VECTORS = {
-    "measure": {"KIND": INDEX, "BLOCK": 16, "TD": 64},
+    "measure": {"KIND": INDEX, "BLOCK": 32, "TD": 64},
     "begin": {"BLOCK": 1024},
     "scaled": {"BLOCK": 2048},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
@@ -83,7 +83,7 @@ VECTORS = {
     "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
     "measure-plain": {
-        "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 16, "TD": 64,
+        "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 32, "TD": 64,
     },
     "begin-plain": {"units": None, "BLOCK": 1024},
     "survey-plain": {
@@ -148,11 +148,13 @@ def compile_variant(name, target, dtype, features, ones=()):
 
 
 IN_TURN = {
-    "in-turn-sums": ("sums", "sums", {"LANES": 4, "SCALED": False, "kept": None}),
-    "in-turn-sums-keep": ("sums", "sums", {"LANES": 4, "SCALED": False}),
+    "in-turn-sums": ("sums", "sums", {"SCALED": False, "kept": None}),
+    "in-turn-sums-keep": ("sums", "sums", {"SCALED": False}),
     "in-turn-dz": ("dz_of_sums", "dz", {"SCALED": False}),
     "in-turn-dz-scale": ("dz_of_sums", "dz", {"SCALED": True}),
     "in-turn-softplus": ("dz_of_softplus", "softplus", {"SCALED": False}),
+    "in-turn-sums-keep-scale": ("sums", "sums", {"SCALED": True}),
+    "in-turn-softplus-scale": ("dz_of_softplus", "softplus", {"SCALED": True}),
 }
 
 
@@ -161,21 +163,20 @@ def compile_in_turn(name, dtype, features):
     kernel_name, tile_name, options = IN_TURN[name]
     kernel = getattr(hopper_dz if kernel_name.startswith("dz") else hopper, kernel_name)
     size = getattr(tuning.IN_TURN, tile_name)
-    stages = size.stages - (2 if name.endswith("keep") else 0)
     values = {
-        "D": features, "STAGES": stages, "GROUP": size.group, "DIAGONAL": True,
+        "D": features, "STAGES": size.stages, "LANES": size.group, "DIAGONAL": True,
         "COLUMNS": kernel_name != "dz_of_softplus", "VALUES": True, **options,
     }  # fmt: skip
-    layout = gl.NVMMASharedLayout(128, 16, 2)
     shapes = {
         "rows": (size.rows, size.features), "cols": (size.cols, size.features),
-        "dz": (size.rows, size.cols), "kept": (size.rows, size.cols),
+        "dz": (size.rows, size.cols // 2), "kept": (size.rows, size.cols // 2),
     }  # fmt: skip
     signature, constants, attributes = {}, {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in values:
             signature[argument], constants[(position,)] = "constexpr", values[argument]
         elif argument in shapes:
+            layout = gl.NVMMASharedLayout(min(128, 2 * shapes[argument][1]), 16, 2)
             signature[argument] = "tensordesc<{}[{},{}],{!r}>".format(
                 SHORT[dtype], *shapes[argument], layout
             )

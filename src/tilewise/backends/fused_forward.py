@@ -18,10 +18,8 @@ from tilewise.tiles import Tile, balanced, row_of_tiles, spans
 
 # Slots a program of a vector kernel takes.
 BLOCK = 256
-# Programs of `hopper.sums` that share their columns.
-LANES = 4
 # Parts that a column's sum usually comes in, at most.
-SLOTS = 4 * LANES
+SLOTS = 16
 
 
 class Ready(NamedTuple):
@@ -70,14 +68,26 @@ class Ready(NamedTuple):
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia import hopper as gluon
 
-        layout = gl.NVMMASharedLayout(128, 8 * self.rows.dtype.itemsize, 2)
         made = [
             (self.rows.scores(of.rows), [size.rows, size.features]),
             (self.cols.scores(of.cols), [size.cols, size.features]),
         ]
         if out is not None:
-            made.append((out, [size.rows, size.cols]))
-        return [gluon.TensorDescriptor.from_tensor(x, block, layout) for x, block in made]
+            made.append((out, [size.rows, size.cols // 2]))
+        layouts = [gl.NVMMASharedLayout(min(128, 2 * block[1]), 16, 2) for _, block in made]
+        return [
+            gluon.TensorDescriptor.from_tensor(*each, layout)
+            for each, layout in zip(made, layouts, strict=True)
+        ]
+
+    def ring(self, size: TileSize) -> dict[str, int]:
+        """What a kernel of `hopper` is told about its tiles."""
+        return {
+            "D": self.rows.width,
+            "STAGES": size.stages,
+            "LANES": size.group,
+            "num_warps": size.warps,
+        }
 
     def measure(
         self, norm: Tensor, dot: Tensor, other_norm: Tensor | None = None, cols: bool = False
@@ -90,10 +100,10 @@ class Ready(NamedTuple):
         x, other = (side.features for side in sides)
         # fp8 is for the negatives: the one positive of a row is worth its own digits.
         units = self.units if self.rows.form == SPLIT.value else None
-        vectors.measure[(triton.cdiv(len(x), 16),)](
+        vectors.measure[(triton.cdiv(len(x), 32),)](
             x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, other_norm, dot,
-            len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16,
-            TD=64,
+            len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=32,
+            TD=64, num_stages=1,
         )  # fmt: skip
 
     def mirrored(self) -> "Ready":
@@ -287,7 +297,7 @@ class _Forward:
     def _parts(self, panel: Panel) -> Parts:
         """Memory for partial sums, as many as the kernel leaves."""
         n, m, blocks, tiles = panel.counts()
-        symmetric, lanes = self.pairs.symmetric, LANES if panel.in_turn else 1
+        symmetric, lanes = self.pairs.symmetric, panel.size.group if panel.in_turn else 1
         # Above the diagonal blocks have unequal work: many small shares even that out.
         share = triton.cdiv(tiles, 8)
         if not symmetric:
@@ -313,12 +323,10 @@ class _Forward:
             from tilewise.backends import hopper
 
             loads = self.ready.in_turn(size, tile, panel.kept)
-            stages = size.stages if panel.kept is None else size.stages - 2
-            hopper.sums[(LANES * programs,)](
+            hopper.sums[(size.group * programs,)](
                 *loads, *(() if panel.kept is not None else (None,)), *args, *where,
-                D=self.ready.rows.width, STAGES=stages, LANES=LANES, COLUMNS=self.plan.columns,
-                DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", num_warps=4,
-                **options,
+                COLUMNS=self.plan.columns, **self.ready.ring(size),
+                DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", **options,
             )  # fmt: skip
             return
         kept = None

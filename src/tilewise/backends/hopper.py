@@ -24,16 +24,14 @@ SCALE = gl.constexpr(kernels.SCALE.value)
 BIAS = gl.constexpr(kernels.BIAS.value)
 LOW = gl.constexpr(kernels.LOW.value)
 LOG2E = gl.constexpr(kernels.LOG2E.value)
+FARTHEST = gl.constexpr(3e38)
 
 
 @gluon.jit
 def ring_of(rows, cols, STAGES: gl.constexpr):
     """Slots for features on their way, and barriers: filled, emptied, whose turn it is."""
-    TN: gl.constexpr = rows.block_type.shape[0]
-    TM: gl.constexpr = cols.block_type.shape[0]
-    TD: gl.constexpr = rows.block_type.shape[1]
-    left = gl.allocate_shared_memory(rows.dtype, [STAGES, TN, TD], rows.layout)
-    right = gl.allocate_shared_memory(cols.dtype, [STAGES, TM, TD], cols.layout)
+    left = gl.allocate_shared_memory(rows.dtype, [STAGES] + rows.block_type.shape, rows.layout)
+    right = gl.allocate_shared_memory(cols.dtype, [STAGES] + cols.block_type.shape, cols.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -47,26 +45,7 @@ def ring_of(rows, cols, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(rows, cols, ring, k, i, j, D: gl.constexpr):
-    """Load the features of a tile into slots from number k on, as they become empty."""
-    left, right, full, empty, _ = ring
-    STAGES: gl.constexpr = left.shape[0]
-    TN: gl.constexpr = left.shape[1]
-    TM: gl.constexpr = right.shape[1]
-    TD: gl.constexpr = left.shape[2]
-    BYTES: gl.constexpr = (TN + TM) * TD * rows.dtype.primitive_bitwidth // 8
-    for d in range(0, D, TD):
-        slot = k % STAGES
-        mbarrier.wait(empty.index(slot), k // STAGES & 1 ^ 1)
-        mbarrier.expect(full.index(slot), BYTES)
-        tma.async_copy_global_to_shared(rows, [i * TN, d], full.index(slot), left.index(slot))
-        tma.async_copy_global_to_shared(cols, [j * TM, d], full.index(slot), right.index(slot))
-        k += 1
-    return k
-
-
-@gluon.jit
-def product(ring, count, D: gl.constexpr, ME: gl.constexpr):
+def product(ring, count, ME: gl.constexpr, D: gl.constexpr):
     """Products of features (TN, TM) of this group's tile number `count`, when it has its turn."""
     left, right, full, empty, turn = ring
     STAGES: gl.constexpr = left.shape[0]
@@ -92,11 +71,74 @@ def product(ring, count, D: gl.constexpr, ME: gl.constexpr):
     return s
 
 
+# Strips
+
+
 @gluon.jit
-def exp_scaled(s, head):
+def blocks_of(share, height, num_m, LANES: gl.constexpr):
+    """Column blocks that a group of LANES programs takes: its share of all tiles, in order."""
+    start = gl.program_id(0) // LANES * share
+    return start // height, gl.minimum(gl.cdiv(start + share, height), num_m)
+
+
+@gluon.jit
+def strip_of(block, share, height, LANES: gl.constexpr):
+    """Steps of a block that this program walks down: of its group's, an equal part.
+
+    A step is two tiles, one for each group of warps; the last rows' second may lie past the edge.
+    """
+    start = gl.program_id(0) // LANES * share - block * height
+    lane = gl.program_id(0) % LANES
+    first, last = gl.maximum(start, 0), gl.minimum(start + share, height)
+    return first + lane * (last - first) // LANES, first + (lane + 1) * (last - first) // LANES
+
+
+@gluon.jit
+def _load_tile(rows, cols, ring, k, i, j, D: gl.constexpr):
+    """Load the features of a tile into slots from number k on, as they become empty."""
+    left, right, full, empty, _ = ring
+    STAGES: gl.constexpr = left.shape[0]
+    TN: gl.constexpr = left.shape[1]
+    TM: gl.constexpr = right.shape[1]
+    TD: gl.constexpr = left.shape[2]
+    BYTES: gl.constexpr = (TN + TM) * TD * rows.dtype.primitive_bitwidth // 8
+    for d in range(0, D, TD):
+        slot = k % STAGES
+        mbarrier.wait(empty.index(slot), k // STAGES & 1 ^ 1)
+        mbarrier.expect(full.index(slot), BYTES)
+        tma.async_copy_global_to_shared(rows, [i * TN, d], full.index(slot), left.index(slot))
+        tma.async_copy_global_to_shared(cols, [j * TM, d], full.index(slot), right.index(slot))
+        k += 1
+    return k
+
+
+@gluon.jit
+def load_strips(
+    rows, cols, ring, share, height, num_m, D: gl.constexpr, LANES: gl.constexpr
+):  # fmt: skip
+    """What the loading warp does."""
+    k = 0
+    begin, end = blocks_of(share, height, num_m, LANES)
+    for block in range(begin, end):
+        first, last = strip_of(block, share, height, LANES)
+        for i in range(2 * first, 2 * last):
+            k = _load_tile(rows, cols, ring, k, i, block, D)
+
+
+@gluon.jit
+def exponent_of(head):
+    """What `exp_scaled` needs of the head, loaded once."""
+    scale2 = gl.load(head + SCALE2)
+    # So little is nothing to a logit, but leaves FARTHEST far below all others.
+    scale2 = gl.where(gl.abs(scale2) < 1e-30, 1e-30, scale2)
+    return scale2, gl.load(head + LOW), gl.load(head + OFFSET2)
+
+
+@gluon.jit
+def exp_scaled(s, exponent):
     """exp2(z - offset) of products of features, z in units of log 2."""
-    z = s * gl.load(head + SCALE2) - gl.load(head + OFFSET2)
-    return gl.exp2(s * gl.load(head + LOW) + z)
+    scale2, low, offset2 = exponent
+    return gl.exp2(s * low + (s * scale2 - offset2))
 
 
 @gluon.jit
@@ -108,28 +150,43 @@ def slots(s, row, col):
 
 
 @gluon.jit
-def mixed(s, row, col, N, M, DIAGONAL: gl.constexpr):
+def on_diagonal(s, row, col):
+    """Whether a tile that begins at (row, col) has pairs (i, i)."""
+    return (row < col + s.shape[1]) & (col < row + s.shape[0])
+
+
+@gluon.jit
+def _mixed(s, row, col, N, M, DIAGONAL: gl.constexpr):
     """Whether a tile at (row, col) has pairs that are no negatives: (i, i), or past the edge."""
     past = (row + s.shape[0] > N) | (col + s.shape[1] > M)
     if DIAGONAL:
-        past = past | ((row < col + s.shape[1]) & (col < row + s.shape[0]))
+        past = past | on_diagonal(s, row, col)
     return past
 
 
 @gluon.jit
-def negative(row, col, N, M, DIAGONAL: gl.constexpr):
-    """Which pairs of rows (TN,) and columns (TM,) are."""
-    row, col = gl.expand_dims(row, 1), gl.expand_dims(col, 0)
-    inside = (row < N) & (col < M)
+def _negatives(s, instead, row, col, N, M, DIAGONAL: gl.constexpr):
+    """Products of a tile at (row, col), with `instead` wherever a pair is no negative."""
+    # Counted from the tile's own corner, columns are constants and take no registers.
+    rows, cols = slots(s, 0, 0)
+    rows, cols = gl.expand_dims(rows, 1), gl.expand_dims(cols, 0)
+    inside = (rows < N - row) & (cols < M - col)
     if DIAGONAL:
-        inside = inside & (row != col)
-    return inside
+        inside = inside & (rows + (row - col) != cols)
+    return gl.where(inside, s, instead)
 
 
 @gluon.jit
 def halves(s):
     """A tile (TN, TM) in two, left and right."""
     return gl.split(gl.permute(gl.reshape(s, (s.shape[0], 2, s.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def joined(left, right):
+    """Two halves of a tile made one again."""
+    both = gl.permute(gl.join(left, right), (0, 2, 1))
+    return gl.reshape(both, (left.shape[0], 2 * left.shape[1]))
 
 
 @gluon.jit
@@ -140,9 +197,39 @@ def quarters(s):
 
 
 @gluon.jit
-def store_rows(part, sums, j, row, row0, n):
-    """Row sums of column tile j: part (tiles, n), rows counted from the panel's first."""
-    local = row - row0
+def way_out(out):
+    """Where halves of tiles go, and where they wait to leave: one for each group of warps."""
+    shape: gl.constexpr = out.block_type.shape
+    return out, gl.allocate_shared_memory(out.dtype, [2] + shape, out.layout)
+
+
+@gluon.jit
+def store_quarter(way, x, h: gl.constexpr, i, j, ME: gl.constexpr):
+    """Put quarter h of tile (i, j) beside the one before and let the half leave, or be first."""
+    out, staging = way
+    place = staging.index(ME)
+    if h % 2 == 0:
+        tma.store_wait(0)
+    place.slice(h % 2 * x.shape[1], x.shape[1], 1).store(x.to(out.dtype))
+    if h % 2 == 1:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [i * x.shape[0], (4 * j + h - 1) * x.shape[1]], place)
+
+
+@gluon.jit
+def row_folded(x):
+    """Row sums of a tile, left as partial ones (TN, 4): no lane waits for another.
+
+    A thread holds two neighbours of every 8 columns.
+    """
+    parts = gl.reshape(x, (x.shape[0], x.shape[1] // 8, 4, 2))
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@gluon.jit
+def store_rows(part, sums, i, j, n):
+    """Row sums (TN,) of tile (i, j): part (column tiles, n)."""
+    local = i * sums.shape[0] + gl.arange(0, sums.shape[0], layout=sums.type.layout)
     gl.store(part + j.to(gl.int64) * n + local, sums, local < n)
 
 
@@ -160,59 +247,26 @@ def _fold(x):
 
 
 @gluon.jit
-def _blocks(share, height, num_m, LANES: gl.constexpr):
-    """Column blocks that a group of LANES programs takes: its share of all tiles, in order."""
-    start = gl.program_id(0) // LANES * share
-    return start // height, gl.minimum(gl.cdiv(start + share, height), num_m)
-
-
-@gluon.jit
-def _strip(block, share, height, LANES: gl.constexpr):
-    """Tiles of a block that this program walks down: of its group's, an equal part."""
-    start = gl.program_id(0) // LANES * share - block * height
-    lane = gl.program_id(0) % LANES
-    first, last = gl.maximum(start, 0), gl.minimum(start + share, height)
-    return first + lane * (last - first) // LANES, first + (lane + 1) * (last - first) // LANES
-
-
-@gluon.jit
-def _load_strips(
-    rows, cols, ring, share, height, num_m, D: gl.constexpr, LANES: gl.constexpr
-):  # fmt: skip
-    k = 0
-    begin, end = _blocks(share, height, num_m, LANES)
-    for block in range(begin, end):
-        first, last = _strip(block, share, height, LANES)
-        for i in range(2 * first, 2 * last):
-            k = load_tile(rows, cols, ring, k, i, block, D)
-
-
-@gluon.jit
 def _sum_tile(
-    s, staging, head, folded, pulled, panel, i, block, DIAGONAL: gl.constexpr,
-    COLUMNS: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr,
+    s, way, exponent, folded, pulled, i, block, ME: gl.constexpr, COLUMNS: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Row sums of a tile (TN,), and likewise of what it pulls; the columns' sums, folded."""
-    row0, col0, _, _, N, M = panel
-    WIDTH: gl.constexpr = s.shape[1] // 4
     pieces = quarters(s)
-    total = gl.zeros_like(pieces[0])
+    total = row_folded(gl.zeros_like(pieces[0]))
     pull = total
     more_folded, more_pulled = (), ()
     for h in gl.static_range(4):
-        p = exp_scaled(pieces[h], head)
-        if MASKED:
-            row, col = slots(p, row0 + i * s.shape[0], col0 + block * s.shape[1] + h * WIDTH)
-            p = gl.where(negative(row, col, N, M, DIAGONAL), p, 0.0)
-        total += p
+        p = exp_scaled(pieces[h], exponent)
+        total += row_folded(p)
         if COLUMNS:
             more_folded = more_folded + (folded[h] + _fold(p),)
         if SCALED:
-            pull += p * pieces[h]
+            pull += row_folded(p * pieces[h])
         if SCALED and COLUMNS:
             more_pulled = more_pulled + (pulled[h] + _fold(p * pieces[h]),)
-        if staging is not None:
-            staging.slice(h * WIDTH, WIDTH, 1).store(p.to(staging.dtype))
+        if len(way) > 0:
+            store_quarter(way, p, h, i, block, ME)
     return gl.sum(total, 1), gl.sum(pull, 1), more_folded, more_pulled
 
 
@@ -220,7 +274,8 @@ def _sum_tile(
 def _store_folded(part, folded, block, slot, m):
     """Column sums of a block, quarter by quarter: part (slots, m)."""
     for h in gl.static_range(len(folded)):
-        sums = gl.sum(gl.sum(folded[h], 0), 0)
+        # Lanes first: what warps tell each other goes through shared memory.
+        sums = gl.sum(gl.sum(folded[h], 1), 0)
         local = gl.arange(0, sums.shape[0], layout=sums.type.layout)
         local += (4 * block + h) * sums.shape[0]
         gl.store(part + slot.to(gl.int64) * m + local, sums, local < m)
@@ -239,7 +294,7 @@ def _nothing_folded(TN: gl.constexpr, TM: gl.constexpr, WANTED: gl.constexpr):
 
 @gluon.jit
 def _sum_strips(
-    ring, kept, staging, head, parts, panel, share, ME: gl.constexpr, D: gl.constexpr,
+    ring, way, head, parts, panel, share, ME: gl.constexpr, D: gl.constexpr,
     LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     row_part, col_part, row_pull, col_pull = parts
@@ -247,39 +302,29 @@ def _sum_strips(
     TN: gl.constexpr = ring[0].shape[1]
     TM: gl.constexpr = ring[1].shape[1]
     height, num_m = gl.cdiv(n, 2 * TN), gl.cdiv(m, TM)
-    begin, end = _blocks(share, height, num_m, LANES)
-    done = 0
+    begin, end = blocks_of(share, height, num_m, LANES)
+    exponent, done = exponent_of(head), 0
     for block in range(begin, end):
-        first, last = _strip(block, share, height, LANES)
+        first, last = strip_of(block, share, height, LANES)
         folded = _nothing_folded(TN, TM, COLUMNS)
         pulled = _nothing_folded(TN, TM, SCALED and COLUMNS)
         for i in range(2 * first + ME, 2 * last, 2):
-            s = product(ring, done, D, ME)
+            s = product(ring, done, ME, D)
             done += 1
-            if kept is not None:
-                tma.store_wait(0)
-            if mixed(s, row0 + i * TN, col0 + block * TM, N, M, DIAGONAL):
-                total, pull, folded, pulled = _sum_tile(
-                    s, staging, head, folded, pulled, panel, i, block, DIAGONAL, COLUMNS, SCALED,
-                    True
-                )  # fmt: skip
-            else:
-                total, pull, folded, pulled = _sum_tile(
-                    s, staging, head, folded, pulled, panel, i, block, DIAGONAL, COLUMNS, SCALED,
-                    False
-                )  # fmt: skip
-            row = i * TN + gl.arange(0, TN, layout=total.type.layout)
-            store_rows(row_part, total, block, row, 0, n)
+            row, col = row0 + i * TN, col0 + block * TM
+            if _mixed(s, row, col, N, M, DIAGONAL):
+                away = gl.where(exponent[0] > 0, -FARTHEST, FARTHEST)
+                s = _negatives(s, away, row, col, N, M, DIAGONAL)
+            total, pull, folded, pulled = _sum_tile(
+                s, way, exponent, folded, pulled, i, block, ME, COLUMNS, SCALED
+            )
+            store_rows(row_part, total, i, block, n)
             if SCALED:
-                store_rows(row_pull, pull, block, row, 0, n)
-            if kept is not None:
-                fence_async_shared()
-                tma.async_copy_shared_to_global(kept, [i * TN, block * TM], staging)
+                store_rows(row_pull, pull, i, block, n)
         slot = 2 * (gl.program_id(0) - block * height // share * LANES) + ME
         _store_folded(col_part, folded, block, slot, m)
         _store_folded(col_pull, pulled, block, slot, m)
-    if kept is not None:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -290,26 +335,24 @@ def sums(
 ):  # fmt: skip
     """`kernels.sums`, where a share is that of LANES programs side by side in the same columns.
 
-    They walk down a block in LANES strips, so that fewer blocks are at work and stay in L2. A
-    step is two tiles, one for each group of warps; the last rows' second may lie past the edge.
+    They walk down a block in LANES strips, so that fewer blocks are at work and stay in L2.
     col_part (2 * programs that met a block, m) takes the sums of both groups of warps.
     """
     ring = ring_of(rows, cols, STAGES)
     TN: gl.constexpr = ring[0].shape[1]
     TM: gl.constexpr = ring[1].shape[1]
-    mine, other = None, None
+    way = ()
     if kept is not None:
-        staging = gl.allocate_shared_memory(kept.dtype, [2, TN, TM], kept.layout)
-        mine, other = staging.index(0), staging.index(1)
+        way = way_out(kept)
     height, num_m = gl.cdiv(n, 2 * TN), gl.cdiv(m, TM)
     parts, panel = (row_part, col_part, row_pull, col_pull), (row0, col0, n, m, N, M)
     gl.warp_specialize(
         [
-            (_sum_strips, (ring, kept, mine, head, parts, panel, share, 0, D, LANES, DIAGONAL,
-                           COLUMNS, SCALED)),
-            (_sum_strips, (ring, kept, other, head, parts, panel, share, 1, D, LANES, DIAGONAL,
-                           COLUMNS, SCALED)),
-            (_load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
+            (_sum_strips, (ring, way, head, parts, panel, share, 0, D, LANES, DIAGONAL, COLUMNS,
+                           SCALED)),
+            (_sum_strips, (ring, way, head, parts, panel, share, 1, D, LANES, DIAGONAL, COLUMNS,
+                           SCALED)),
+            (load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
         ],
         [4, 1],
         [240, 24],

@@ -2,120 +2,130 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilewise.backends import dz as triton_dz
 from tilewise.backends.hopper import (
     BIAS,
+    LOG2E,
     SCALE,
+    blocks_of,
     exp_scaled,
+    exponent_of,
     halves,
-    load_tile,
-    mixed,
-    negative,
+    joined,
+    load_strips,
+    on_diagonal,
     product,
     quarters,
     ring_of,
+    row_folded,
     slots,
+    store_quarter,
     store_rows,
+    strip_of,
+    way_out,
 )
 
+# Where exp(z) < 2^-8.
+FAR = gl.constexpr(-5.55)
+
 # The same text, read as Gluon.
-_place = gluon.jit(triton_dz.place.fn)
 _softplus_and_sigmoid = gluon.jit(triton_dz.softplus_and_sigmoid.fn)
 
 
 @gluon.jit
-def _load(rows, cols, ring, count, num_n, num_m, D: gl.constexpr, GROUP: gl.constexpr):
-    k = 0
-    for t in range(gl.program_id(0), count, gl.num_programs(0)):
-        i, j = _place(t, num_n, num_m, GROUP)
-        k = load_tile(rows, cols, ring, k, i, j, D)
+def _load_rows(by_row, row, N, TN: gl.constexpr, TM: gl.constexpr):
+    """What the rows of a tile are multiplied with, (TN, 1) as quarters of it lie."""
+    rows, _ = slots(_quarter(TN, TM), row, 0)
+    return gl.expand_dims(gl.load(by_row + rows, rows < N, other=0.0), 1)
 
 
 @gluon.jit
-def _eighths(s):
-    first, second, third, fourth = quarters(s)
-    return halves(first) + halves(second) + halves(third) + halves(fourth)
+def _load_columns(by_col, col, M, TN: gl.constexpr, TM: gl.constexpr, COLUMNS: gl.constexpr):
+    """What the columns of a tile are multiplied with, quarter by quarter."""
+    own = ()
+    if COLUMNS:
+        for h in gl.static_range(4):
+            _, cols = slots(_quarter(TN, TM), 0, col + h * (TM // 4))
+            own = own + (gl.expand_dims(gl.load(by_col + cols, cols < M, other=0.0), 0),)
+    return own
+
+
+@gluon.jit
+def _quarter(TN: gl.constexpr, TM: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TM, 16])
+    return quarters(gl.zeros((TN, TM), gl.float32, layout=layout))[0]
 
 
 @gluon.jit
 def _dz_tile(
-    s, staging, head, gains, scale_part, panel, i, j,
-    DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr,
+    s, way, exponent, gains, scale_part, n, i, j, ME: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
     row_gain, col_gain = gains
-    row0, col0, n, _, N, M = panel
-    WIDTH: gl.constexpr = s.shape[1] // 4
     pieces = quarters(s)
-    row, _ = slots(pieces[0], row0 + i * s.shape[0], 0)
-    row_own = gl.expand_dims(gl.load(row_gain + row, row < N, other=0.0), 1)
-    pulled = gl.zeros_like(pieces[0])
+    pulled = row_folded(gl.zeros_like(pieces[0]))
     for h in gl.static_range(4):
-        _, col = slots(pieces[h], 0, col0 + j * s.shape[1] + h * WIDTH)
-        x = exp_scaled(pieces[h], head)
-        if COLUMNS:
-            col_own = gl.load(col_gain + col, col < M, other=0.0)
-            x = x * (row_own + gl.expand_dims(col_own, 0))
-        else:
-            x = x * row_own
+        gain = row_gain
+        if len(col_gain) > 0:
+            gain = gain + col_gain[h]
+        x = exp_scaled(pieces[h], exponent) * gain
         if SCALED:
-            if MASKED:
-                x = gl.where(negative(row, col, N, M, DIAGONAL), x, 0.0)
-            pulled += x * pieces[h]
-        staging.slice(h * WIDTH, WIDTH, 1).store(x.to(staging.dtype))
+            pulled += row_folded(x * pieces[h])
+        store_quarter(way, x, h, i, j, ME)
     if SCALED:
-        store_rows(scale_part, gl.sum(pulled, 1), j, row, row0, n)
+        store_rows(scale_part, gl.sum(pulled, 1), i, j, n)
 
 
 @gluon.jit
-def _dz_tiles(
-    dz, staging, ring, head, gains, scale_part, panel, count, ME: gl.constexpr, D: gl.constexpr,
-    GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+def _dz_strips(
+    way, ring, head, gains, scale_part, panel, share, num_m, ME: gl.constexpr, D: gl.constexpr,
+    LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    row0, col0, n, m, N, M = panel
+    row0, col0, n, _, N, M = panel
     TN: gl.constexpr = ring[0].shape[1]
     TM: gl.constexpr = ring[1].shape[1]
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    programs, done = gl.num_programs(0), 0
-    for t in range(gl.program_id(0) + ME * programs, count, 2 * programs):
-        i, j = _place(t, num_n, num_m, GROUP)
-        s = product(ring, done, D, ME)
-        done += 1
-        # Past the edge the product is 0, but dz may be infinite.
-        tma.store_wait(0)
-        if SCALED and mixed(s, row0 + i * TN, col0 + j * TM, N, M, DIAGONAL):
-            _dz_tile(s, staging, head, gains, scale_part, panel, i, j, DIAGONAL, COLUMNS, True,
-                     True)  # fmt: skip
-        else:
-            _dz_tile(s, staging, head, gains, scale_part, panel, i, j, DIAGONAL, COLUMNS, SCALED,
-                     False)  # fmt: skip
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dz, [i * TN, j * TM], staging)
+    height = gl.cdiv(n, 2 * TN)
+    begin, end = blocks_of(share, height, num_m, LANES)
+    exponent, done = exponent_of(head), 0
+    for block in range(begin, end):
+        first, last = strip_of(block, share, height, LANES)
+        col = col0 + block * TM
+        col_gain = _load_columns(gains[1], col, M, TN, TM, COLUMNS)
+        for i in range(2 * first + ME, 2 * last, 2):
+            row = row0 + i * TN
+            # Before the product, which hides how long this takes.
+            row_gain = _load_rows(gains[0], row, N, TN, TM)
+            s = product(ring, done, ME, D)
+            done += 1
+            if DIAGONAL and SCALED:
+                if on_diagonal(s, row, col):
+                    # A pair (i, i) must not pull at the scale; its dz is mended. Past the edge
+                    # the product is 0, and dz is finite: gains count from the fixed offset.
+                    rows, cols = slots(s, row - col, 0)
+                    s = gl.where(gl.expand_dims(rows, 1) == gl.expand_dims(cols, 0), 0.0, s)
+            _dz_tile(s, way, exponent, (row_gain, col_gain), scale_part, n, i, block, ME, SCALED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def dz_of_sums(
-    rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M,
-    D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, DIAGONAL: gl.constexpr,
+    rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M, share,
+    D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr,
     COLUMNS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """`dz.dz_of_sums`."""
-    ring = ring_of(rows, cols, STAGES)
-    TN: gl.constexpr = ring[0].shape[1]
-    TM: gl.constexpr = ring[1].shape[1]
-    staging = gl.allocate_shared_memory(dz.dtype, [2, TN, TM], dz.layout)
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    count = gl.where(gl.load(flag) == 0, num_n * num_m, 0)
+    ring, way = ring_of(rows, cols, STAGES), way_out(dz)
+    height = gl.cdiv(n, 2 * ring[0].shape[1])
+    num_m = gl.where(gl.load(flag) == 0, gl.cdiv(m, ring[1].shape[1]), 0)
     gains, panel = (row_gain, col_gain), (row0, col0, n, m, N, M)
     gl.warp_specialize(
         [
-            (_dz_tiles, (dz, staging.index(0), ring, head, gains, scale_part, panel, count, 0, D,
-                         GROUP, DIAGONAL, COLUMNS, SCALED)),
-            (_dz_tiles, (dz, staging.index(1), ring, head, gains, scale_part, panel, count, 1, D,
-                         GROUP, DIAGONAL, COLUMNS, SCALED)),
-            (_load, (rows, cols, ring, count, num_n, num_m, D, GROUP)),
+            (_dz_strips, (way, ring, head, gains, scale_part, panel, share, num_m, 0, D, LANES,
+                          DIAGONAL, COLUMNS, SCALED)),
+            (_dz_strips, (way, ring, head, gains, scale_part, panel, share, num_m, 1, D, LANES,
+                          DIAGONAL, COLUMNS, SCALED)),
+            (load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
         ],
         [4, 1],
         [240, 24],
@@ -123,83 +133,103 @@ def dz_of_sums(
 
 
 @gluon.jit
-def _softplus_tile(
-    s, staging, head, weights, row_parts, panel, i, j,
-    COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    row_weight, col_weight = weights
-    row0, col0, n, _, N, M = panel
-    PLANES: gl.constexpr = 3 if SCALED else 1
-    WIDTH: gl.constexpr = s.shape[1] // 8
-    pieces = _eighths(s)
-    scale, bias = gl.load(head + SCALE), gl.load(head + BIAS)
-    row, _ = slots(pieces[0], row0 + i * s.shape[0], 0)
-    row_own = gl.expand_dims(gl.load(row_weight + row, row < N, other=0.0), 1)
-    values = gl.zeros_like(pieces[0])
-    by_scale, by_bias = values, values
-    for h in gl.static_range(8):
-        value, x = _softplus_and_sigmoid(pieces[h] * scale + bias)
-        if VALUES:
-            values += value
-        if COLUMNS:
-            _, col = slots(pieces[h], 0, col0 + j * s.shape[1] + h * WIDTH)
-            col_own = gl.load(col_weight + col, col < M, other=0.0)
-            x = x * (row_own + gl.expand_dims(col_own, 0))
-        else:
-            x = x * row_own
-        if SCALED:
-            by_scale += x * pieces[h]
-            by_bias += x
-        staging.slice(h * WIDTH, WIDTH, 1).store(x.to(staging.dtype))
-    if VALUES:
-        store_rows(row_parts, gl.sum(values, 1), PLANES * j, row, row0, n)
-    if SCALED:
-        store_rows(row_parts, gl.sum(by_scale, 1), PLANES * j + 1, row, row0, n)
-        store_rows(row_parts, gl.sum(by_bias, 1), PLANES * j + 2, row, row0, n)
+def _far_below(z):
+    """`softplus_and_sigmoid` where all z < FAR: exp(z) is so small that three terms will do."""
+    e = gl.exp2(z * LOG2E)
+    return e * ((e * 0.3333333333333333 - 0.5) * e + 1.0), e * ((e - 1.0) * e + 1.0)
 
 
 @gluon.jit
-def _softplus_tiles(
-    dz, staging, ring, head, weights, row_parts, panel, ME: gl.constexpr, D: gl.constexpr,
-    GROUP: gl.constexpr, COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
+def _softplus_quarter(s, scale, bias, own, folded, VALUES: gl.constexpr, SCALED: gl.constexpr,
+                      BELOW: gl.constexpr):  # fmt: skip
+    """dz of a quarter (TN, TM / 4), and the row sums that it adds to."""
+    values, by_scale, by_bias = folded
+    eighths, weight, dz = halves(s), halves(own), ()
+    for k in gl.static_range(2):
+        z = eighths[k] * scale + bias
+        if BELOW:
+            value, x = _far_below(z)
+        else:
+            value, x = _softplus_and_sigmoid(z)
+        x = x * weight[k]
+        if VALUES:
+            values += row_folded(value)
+        if SCALED:
+            by_scale += row_folded(x * eighths[k])
+            by_bias += row_folded(x)
+        dz = dz + (x,)
+    return joined(dz[0], dz[1]), (values, by_scale, by_bias)
+
+
+@gluon.jit
+def _softplus_tile(
+    s, below, way, scale, bias, weights, row_parts, n, i, j, ME: gl.constexpr,
+    VALUES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    _, _, n, m, _, _ = panel
+    row_weight, col_weight = weights
+    PLANES: gl.constexpr = 3 if SCALED else 1
+    pieces = quarters(s)
+    zeros = row_folded(halves(gl.zeros_like(pieces[0]))[0])
+    folded = (zeros, zeros, zeros)
+    for h in gl.static_range(4):
+        own, _ = gl.broadcast(row_weight, pieces[h])
+        if len(col_weight) > 0:
+            own = own + col_weight[h]
+        if below:
+            x, folded = _softplus_quarter(pieces[h], scale, bias, own, folded, VALUES, SCALED, True)
+        else:
+            x, folded = _softplus_quarter(pieces[h], scale, bias, own, folded, VALUES, SCALED,
+                                          False)  # fmt: skip
+        store_quarter(way, x, h, i, j, ME)
+    values, by_scale, by_bias = folded
+    if VALUES:
+        store_rows(row_parts, gl.sum(values, 1), i, PLANES * j, n)
+    if SCALED:
+        store_rows(row_parts, gl.sum(by_scale, 1), i, PLANES * j + 1, n)
+        store_rows(row_parts, gl.sum(by_bias, 1), i, PLANES * j + 2, n)
+
+
+@gluon.jit
+def _softplus_strips(
+    way, ring, head, weights, row_parts, panel, share, num_m, ME: gl.constexpr, D: gl.constexpr,
+    LANES: gl.constexpr, COLUMNS: gl.constexpr, VALUES: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    row0, col0, n, _, N, M = panel
     TN: gl.constexpr = ring[0].shape[1]
     TM: gl.constexpr = ring[1].shape[1]
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
-    programs, done = gl.num_programs(0), 0
-    for t in range(gl.program_id(0) + ME * programs, num_n * num_m, 2 * programs):
-        i, j = _place(t, num_n, num_m, GROUP)
-        s = product(ring, done, D, ME)
-        done += 1
-        tma.store_wait(0)
-        _softplus_tile(s, staging, head, weights, row_parts, panel, i, j, COLUMNS, VALUES,
-                       SCALED)  # fmt: skip
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dz, [i * TN, j * TM], staging)
+    height = gl.cdiv(n, 2 * TN)
+    begin, end = blocks_of(share, height, num_m, LANES)
+    scale, bias, done = gl.load(head + SCALE), gl.load(head + BIAS), 0
+    for block in range(begin, end):
+        first, last = strip_of(block, share, height, LANES)
+        col_weight = _load_columns(weights[1], col0 + block * TM, M, TN, TM, COLUMNS)
+        for i in range(2 * first + ME, 2 * last, 2):
+            own = _load_rows(weights[0], row0 + i * TN, N, TN, TM), col_weight
+            s = product(ring, done, ME, D)
+            done += 1
+            below = gl.max(gl.max(gl.abs(s), 1), 0) * gl.abs(scale) + bias < FAR
+            _softplus_tile(s, below, way, scale, bias, own, row_parts, n, i, block, ME, VALUES,
+                           SCALED)  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def dz_of_softplus(
-    rows, cols, dz, head, row_weight, col_weight, row_parts, row0, col0, n, m, N, M,
-    D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, COLUMNS: gl.constexpr,
+    rows, cols, dz, head, row_weight, col_weight, row_parts, row0, col0, n, m, N, M, share,
+    D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, COLUMNS: gl.constexpr,
     VALUES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """`dz.dz_of_softplus` without masks: its run over the edges must follow."""
-    ring = ring_of(rows, cols, STAGES)
-    TN: gl.constexpr = ring[0].shape[1]
-    TM: gl.constexpr = ring[1].shape[1]
-    staging = gl.allocate_shared_memory(dz.dtype, [2, TN, TM], dz.layout)
-    num_n, num_m = gl.cdiv(n, TN), gl.cdiv(m, TM)
+    ring, way = ring_of(rows, cols, STAGES), way_out(dz)
+    height, num_m = gl.cdiv(n, 2 * ring[0].shape[1]), gl.cdiv(m, ring[1].shape[1])
     weights, panel = (row_weight, col_weight), (row0, col0, n, m, N, M)
     gl.warp_specialize(
         [
-            (_softplus_tiles, (dz, staging.index(0), ring, head, weights, row_parts, panel, 0, D,
-                               GROUP, COLUMNS, VALUES, SCALED)),
-            (_softplus_tiles, (dz, staging.index(1), ring, head, weights, row_parts, panel, 1, D,
-                               GROUP, COLUMNS, VALUES, SCALED)),
-            (_load, (rows, cols, ring, num_n * num_m, num_n, num_m, D, GROUP)),
+            (_softplus_strips, (way, ring, head, weights, row_parts, panel, share, num_m, 0, D,
+                                LANES, COLUMNS, VALUES, SCALED)),
+            (_softplus_strips, (way, ring, head, weights, row_parts, panel, share, num_m, 1, D,
+                                LANES, COLUMNS, VALUES, SCALED)),
+            (load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
         ],
         [4, 1],
         [240, 24],

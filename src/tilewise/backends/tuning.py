@@ -18,7 +18,7 @@ class TileSize(NamedTuple):
     features: int
     warps: int
     stages: int
-    group: int = 0  # tiles of rows that share a column tile in L2
+    group: int = 0  # tiles of rows that share a column tile in L2; of `hopper`, programs that do
     programs: int = 1  # on one processor, so that one multiplies while another stores
 
 
@@ -52,10 +52,10 @@ PANEL = (8448, 11264)
 # Of `hopper`, whose two groups of warps have a tile each. The softplus tile is HOPPER's, which does
 # the edges over.
 IN_TURN = Tiles(
-    sums=TileSize(128, 128, 64, 4, 6),
+    sums=TileSize(128, 128, 64, 4, 6, 4),
     masked=HOPPER.masked,
-    dz=TileSize(128, 128, 64, 4, 5, 16),
-    softplus=TileSize(128, 128, 64, 4, 5, 16),
+    dz=TileSize(128, 128, 64, 4, 6, 1),
+    softplus=TileSize(128, 128, 64, 4, 6, 1),
     marked=HOPPER.marked,
 )
 # Not measured: tiles that compile without spilling.

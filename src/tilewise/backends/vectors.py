@@ -36,6 +36,13 @@ def _inverse(units):
 
 
 @triton.jit
+def _length(square, spoilt):
+    """Of rows, from squares of their numbers (rows, TD); NaN where one is `spoilt`."""
+    # A finite row may be longer than a float: then it is the longest float, and no offset holds.
+    return tl.minimum(tl.sqrt(tl.sum(square, 1)), 3.4e38) + tl.sum(spoilt, 1)
+
+
+@triton.jit
 def measure(
     x, x_row, x_col, other, other_row, other_col, units, index, norm, other_norm, dot, N, M, D,
     KIND: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
@@ -54,22 +61,23 @@ def measure(
         partner = tl.load(index + row, row < N, other=0)
     partner = tl.minimum(tl.maximum(partner, 0), M - 1)
     there = other + partner.to(tl.int64)[:, None] * other_row
-    square, products = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
-    spoilt = tl.zeros((BLOCK,), tl.float32)
+    products = tl.zeros((BLOCK, BLOCK), tl.float32)
+    # Summed up at the end: within the loop, lanes would wait for each other at every step.
+    square, spoilt = tl.zeros((BLOCK, TD), tl.float32), tl.zeros((BLOCK, TD), tl.float32)
     other_square, other_spoilt = square, spoilt
     for d in range(0, D, TD):
         at = d + tl.arange(0, TD)[None, :]
         inside = (row[:, None] < N) & (at < D)
         left = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0)
         v = left.to(tl.float32)
-        square += tl.sum(v * v, 1)
-        spoilt += tl.sum(v * 0.0, 1)
+        square += v * v
+        spoilt += v * 0.0
         if KIND == ALIGNED or KIND == INDEX:
             right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
             if other_norm is not None:
                 v = right.to(tl.float32)
-                other_square += tl.sum(v * v, 1)
-                other_spoilt += tl.sum(v * 0.0, 1)
+                other_square += v * v
+                other_spoilt += v * 0.0
             if units is None:
                 products = tl.dot(left, right.T, products)
             else:
@@ -86,11 +94,9 @@ def measure(
             high, _ = split(left, tl.load(units))
             far_high, _ = split(right, tl.load(units + 1))
             products = tl.dot(high, far_high.T, products)
-    # A finite row may be longer than a float: then it is the longest float, and no offset holds.
-    tl.store(norm + row, tl.minimum(tl.sqrt(square), 3.4e38) + spoilt, row < N)
+    tl.store(norm + row, _length(square, spoilt), row < N)
     if other_norm is not None:
-        longest = tl.minimum(tl.sqrt(other_square), 3.4e38)
-        tl.store(other_norm + row, longest + other_spoilt, row < N)
+        tl.store(other_norm + row, _length(other_square, other_spoilt), row < N)
     if KIND == ALIGNED or KIND == INDEX:
         own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
         product = tl.sum(tl.where(own, products, 0.0), 1)

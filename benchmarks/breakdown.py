@@ -1,6 +1,6 @@
 """Where a step of ours goes: GPU time by kernel, for a case of `cases.py`.
 
-python benchmarks/profile.py [CASE] [--keep MIB]
+python benchmarks/breakdown.py [CASE] [--keep MIB]
 """
 
 import argparse
