@@ -16,8 +16,8 @@ SOURCE = ROOT / "src" / "tilewise"
 LAYERS = {
     "errors": 0, "pairs": 0, "tiles": 0, "measure": 0,
     "reductions": 1, "positives": 1,
-    "backends": 2,
-    "autograd": 3, "dot_rows": 3, "sweep": 3,
+    "backends": 2, "ring": 2,
+    "rounds": 3, "autograd": 3, "dot_rows": 3, "sweep": 3,
     "losses": 4,
     "bench": 6, "bench_report": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
@@ -94,7 +94,8 @@ def test_torch_distributed_and_triton_stay_where_they_belong():
             for name in names:
                 known = path.parent.name == "backends" and path.name in TRITON
                 assert known or not name.startswith("triton"), f"{path} imports Triton"
-                assert not name.startswith("torch.distributed"), path
+                allowed = path.name == "ring.py"
+                assert allowed or not name.startswith("torch.distributed"), path
 
 
 def test_triton_is_imported_when_it_is_needed():

@@ -7,6 +7,7 @@ from tilewise.errors import (
     DtypeError,
     GradError,
     OptionError,
+    RingError,
     ShapeError,
     TilewiseError,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "NTXentLoss",
     "OptionError",
     "Reduced",
+    "RingError",
     "ShapeError",
     "SigLipLoss",
     "Stats",

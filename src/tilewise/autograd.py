@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import backends
+from tilewise import rounds
 from tilewise.backends import fused
 from tilewise.backends.blocks import narrow, pull_rows, row_spans
-from tilewise.backends.plan import Backend, Grads, Needs, Plan, Swept
+from tilewise.backends.plan import Grads, Needs, Plan, Swept
 from tilewise.errors import GradError
 from tilewise.pairs import Pairs, check_values
 
@@ -25,7 +25,7 @@ PAIRS = (
 )
 PLAN = (
     "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values, "
-    "str precision, int keep_bytes, bool scaled"
+    "str precision, int keep_bytes, bool scaled, bool wide, str group, int[] sizes"
 )
 NEEDS = "bool rows_need, bool cols_need, bool scale_needs, bool bias_needs"
 NUM_PAIRS, NUM_PLAN = len(Pairs._fields), len(Plan._fields)
@@ -63,11 +63,6 @@ def plain(body: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _backend(pairs: Pairs, plan: Plan) -> Backend:
-    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
-    return backends.BACKENDS[choice.name]
-
-
 # reduce: stats of rows (k, N) and of columns (k, M), or (0,) where not wanted; and what the backend
 # wants back
 
@@ -81,18 +76,18 @@ def _backend(pairs: Pairs, plan: Plan) -> Backend:
 def reduce(*args: Any) -> Swept:
     """Packed `Stats` of rows and columns, differentiable in rows, cols, scale and bias."""
     pairs, plan, _ = _checked(args)
-    return _backend(pairs, plan).reduce(pairs, plan)
+    return rounds.reduce(pairs, plan)
 
 
 @reduce.register_fake
 def _(*args: Any) -> Swept:
     pairs, plan, _ = _parse(args)
     n, m, _ = pairs.shape
-    k = 1 if plan.reduction == "softplus" else 7 if plan.sums else 5
+    k = rounds.num_stats(plan)
     rows = pairs.rows.new_empty(k, n, dtype=pairs.dtype)
     wanted = plan.columns and not pairs.symmetric
     memo, kept = rows.new_empty(0), rows.new_empty(0)
-    if _backend(pairs, plan) is fused:
+    if rounds.backend_of(pairs, plan) is fused:
         memo, kept = fused.empty_memo(pairs, plan), fused.empty_kept(pairs, plan)
     return Swept(rows, rows.new_empty(k, m) if wanted else rows.new_empty(0), memo, kept)
 
@@ -144,7 +139,7 @@ def _gradients(
     pairs: Pairs, plan: Plan, swept: Swept, rest: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     upstream, needs = rest[:2], Needs(*rest[2:])
-    return _rounded(pairs, _backend(pairs, plan).differentiate(pairs, plan, swept, upstream, needs))
+    return _rounded(pairs, rounds.differentiate(pairs, plan, swept, upstream, needs))
 
 
 def _rounded(pairs: Pairs, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -266,7 +261,7 @@ _differentiate.register_autograd(no_second_derivative, setup_context=save_nothin
 def attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Packed `Stats` of rows, differentiable in rows and scale, and the means; see the backends."""
     pairs, plan, _ = _checked(args)
-    return _backend(pairs, plan).attend(pairs, plan)
+    return rounds.backend_of(pairs, plan).attend(pairs, plan)
 
 
 @attend.register_fake
@@ -333,7 +328,7 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
 def weigh(*args: Any) -> tuple[Tensor, ...]:
     """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
     pairs, plan, (weight, *needs) = _checked(args)
-    value, scaled = _backend(pairs, plan).weigh(pairs, plan, weight, Needs(*needs))
+    value, scaled = rounds.backend_of(pairs, plan).weigh(pairs, plan, weight, Needs(*needs))
     return value, *_rounded(pairs, scaled.grads), scaled.row_gain, scaled.col_gain
 
 

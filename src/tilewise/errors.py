@@ -27,3 +27,7 @@ class BackendError(TilewiseError, RuntimeError):
 
 class GradError(TilewiseError, RuntimeError):
     """A derivative was asked for that the sweep does not have."""
+
+
+class RingError(TilewiseError, RuntimeError):
+    """A rank of the group did not answer, or the ranks do not agree on what they compute."""

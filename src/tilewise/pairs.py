@@ -67,14 +67,16 @@ def make_pairs(
     ids: Tensor | Both | None,
     labels: Tensor | Both | None,
     skip_self: bool,
+    empty: bool = False,
 ) -> Pairs:
     """Check everything that can be checked without reading a value, and say what is wrong.
 
-    Under autocast the features are cast as a matrix product would cast them.
+    Under autocast the features are cast as a matrix product would cast them. Sides may be `empty`
+    where other ranks have more.
     """
-    check_features("rows", rows)
+    check_features("rows", rows, empty=empty)
     if cols is not None:
-        check_features("cols", cols)
+        check_features("cols", cols, empty=empty)
     rows, cols = autocast(rows), None if cols is None else autocast(cols)
     if cols is not None:
         check_match("rows", rows, "cols", cols)
@@ -136,8 +138,11 @@ def autocast(features: Tensor) -> Tensor:
     return features.to(torch.get_autocast_dtype(kind))
 
 
-def check_features(name: str, features: Tensor, dims: int = 2) -> None:
-    """Raise unless `features` is a floating tensor of `dims` dimensions, none of them empty."""
+def check_features(name: str, features: Tensor, dims: int = 2, empty: bool = False) -> None:
+    """Raise unless `features` is a floating tensor of `dims` dimensions, none of them empty.
+
+    With `empty` the first may be.
+    """
     if not isinstance(features, Tensor):
         raise DtypeError(f"{name} must be a tensor, got {type(features).__name__}")
     if features.dtype not in FLOAT_DTYPES:
@@ -150,7 +155,7 @@ def check_features(name: str, features: Tensor, dims: int = 2) -> None:
             f"{name} must have {dims} dimensions, got shape {tuple(features.shape)}; "
             "flatten or unsqueeze it so that the last dimension holds the features"
         )
-    if 0 in features.shape:
+    if 0 in features.shape[1 if empty else 0 :]:
         raise ShapeError(
             f"{name} must not be empty, got shape {tuple(features.shape)}; skip an empty batch"
         )
@@ -271,7 +276,7 @@ def check_fraction(name: str, value: float) -> float:
 
 def check_weight(weight: Tensor, size: int, like: Tensor) -> Tensor:
     """A weight (size,) in the dtype of the sums."""
-    check_features("weight", weight, dims=1)
+    check_features("weight", weight, dims=1, empty=size == 0)
     if weight.shape != (size,):
         raise ShapeError(
             f"weight must have shape ({size},), one per row, got {tuple(weight.shape)}; expand it"

@@ -219,3 +219,52 @@ def log_add(a: Tensor, b: Tensor) -> Tensor:
     neither = (a == -INFINITY) & (b == -INFINITY)
     sums = torch.logaddexp(torch.where(neither, 0.0, a), torch.where(neither, 0.0, b))
     return torch.where(neither, -INFINITY, sums)
+
+
+def merge(a: Tensor, b: Tensor) -> Tensor:
+    """Packed stats of the same slots over two sets of pairs, as one; all (k, N)."""
+    exact = exact_dtype(a)
+    if len(a) == 1 or a.numel() == 0:
+        return (a.to(exact) + b.to(exact)).to(a.dtype)
+    x, y = Stats.unpack(a.to(exact)), Stats.unpack(b.to(exact))
+    # Counted from the offset of the larger sum, or, without negatives, of the positives.
+    larger = x.values + x.offset >= y.values + y.offset
+    none = (x.values == -INFINITY) & (y.values == -INFINITY)
+    offset = torch.where(torch.where(none, x.positive_count > 0, larger), x.offset, y.offset)
+    x, y = (_counted_from(offset, side) for side in (x, y))
+    count = x.positive_count + y.positive_count
+    positives = log_add(
+        *(torch.where(s.positive_count > 0, s.positives, -INFINITY) for s in (x, y))
+    )
+    return (
+        Stats(
+            values=log_add(x.values, y.values),
+            positives=torch.where(count > 0, positives, 0.0),
+            positive_sum=x.positive_sum + y.positive_sum,
+            positive_count=count,
+            offset=offset,
+            negative_sum=x.negative_sum + y.negative_sum,
+            negative_count=x.negative_count + y.negative_count,
+        )
+        .pack()
+        .to(a.dtype)
+    )
+
+
+def _counted_from(offset: Tensor, stats: Stats) -> Stats:
+    """Stats with another offset."""
+    shift = stats.offset - offset
+    return stats._replace(
+        values=stats.values + shift,
+        positives=stats.positives + shift,
+        positive_sum=stats.positive_sum + stats.positive_count * shift,
+        negative_sum=stats.negative_sum + stats.negative_count * shift[: len(stats.negative_sum)],
+    )
+
+
+def nothing(k: int, like: Tensor, size: int) -> Tensor:
+    """Packed stats (k, size) of slots without pairs."""
+    packed = like.new_zeros(k, size)
+    if k > 1:
+        packed[0] = -INFINITY
+    return packed

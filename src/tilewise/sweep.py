@@ -1,14 +1,15 @@
 """The door: what people call, checked and handed to the ops."""
 
-from typing import Literal, NamedTuple, TypedDict
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tilewise import autograd, backends
+from tilewise import autograd, backends, ring
 from tilewise.backends import fused
-from tilewise.backends.plan import PRECISIONS, Plan
+from tilewise.backends.plan import PRECISIONS, Plan, Swept
 from tilewise.errors import DtypeError, OptionError
 from tilewise.pairs import (
     Both,
@@ -16,6 +17,7 @@ from tilewise.pairs import (
     check_choice,
     check_features,
     check_number,
+    check_values,
     check_weight,
     make_pairs,
 )
@@ -33,6 +35,11 @@ class SweepOptions(TypedDict, total=False):
     keep_mib: float | Literal["auto"]
     check_values: bool  # read scale and indices back from a device to check them
     precision: str  # "exact" (default), or "fp8": scores of half-precision features rounded to e4m3
+    # The ranks whose columns all count: a ProcessGroup, or a DeviceMesh of one dimension. Without,
+    # a loss is this process's own, however many there are.
+    group: ring.Group | None
+    # How many columns each rank has, by its rank in the group: a promise that saves asking.
+    sizes: Sequence[int]
 
 
 class Reduced(NamedTuple):
@@ -80,7 +87,8 @@ def reduce_pairs(
             and softplus(-z) over positives.
         columns: whether the columns are reduced too, in the same sweep.
         sums: whether sums and counts of the negatives are wanted, for label smoothing.
-        how: backend, workspace_mib, keep_mib, check_values and precision, see `SweepOptions`.
+        how: backend, workspace_mib, keep_mib, check_values, precision, group and sizes, see
+            `SweepOptions`.
 
     Returns:
         Stats of the rows (N,) and of the columns (M,), differentiable once in rows, cols, scale
@@ -88,8 +96,9 @@ def reduce_pairs(
     """
     check_choice("reduction", reduction, ("logsumexp", "softplus"))
     pairs = make_pairs(
-        rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=skip_self
-    )
+        rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels,
+        skip_self=skip_self, empty=how.get("group") is not None,
+    )  # fmt: skip
     if pairs.symmetric and reduction == "softplus":
         raise OptionError(
             "reduction='softplus' needs columns of its own, got cols=None; pass cols=rows"
@@ -99,12 +108,12 @@ def reduce_pairs(
             "columns=True needs positives that a column can find, got an index per row; pass "
             "labels, or columns=False"
         )
-    plan = _with_keep(_plan(how, reduction, columns, sums), how, pairs)
+    plan = _with_group(_with_keep(_plan(how, reduction, columns, sums), how, pairs), how, pairs)
     if reduction == "softplus":
-        return _reduced(pairs, autograd.reduce(*pairs, *plan), None)
+        return _reduced(pairs, _reduce(pairs, plan), None)
     pairs, shift = pairs._replace(bias=None), pairs.bias
-    if columns or sums or pairs.kind == "label" or not _frozen(pairs):
-        return _reduced(pairs, autograd.reduce(*pairs, *plan), shift)
+    if columns or sums or pairs.kind == "label" or plan.group or not _frozen(pairs):
+        return _reduced(pairs, _reduce(pairs, plan), shift)
     rows_only = autograd.attend(*pairs, *plan)[0]
     return _reduced(pairs, (rows_only, rows_only.new_empty(0)), shift)
 
@@ -126,12 +135,17 @@ def weigh_pairs(
     Like `(weight * reduce_pairs(..., reduction="softplus").rows.values).sum()` at three products
     instead of four: the weights (N,) are known before the sweep, so nothing is recomputed.
     """
-    check_features("cols", cols)
+    together = how.get("group") is not None
+    check_features("cols", cols, empty=together)
     pairs = make_pairs(
-        rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=False
-    )
+        rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=False,
+        empty=together,
+    )  # fmt: skip
     weight = check_weight(weight, pairs.shape[0], pairs.rows)
-    plan = _plan(how, "softplus", False, False)
+    plan = _with_group(_plan(how, "softplus", False, False), how, pairs)
+    if plan.group:
+        # The gradients of other ranks' columns need this rank's upstream gradient, not yet known.
+        return (weight * Stats.unpack(_reduce(pairs, plan)[0]).values).sum()
     if weight.requires_grad:
         return (weight * Stats.unpack(autograd.reduce(*pairs, *plan)[0]).values).sum()
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in pairs[:4]]
@@ -170,6 +184,54 @@ def _with_keep(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     return plan._replace(keep_bytes=budget, scaled=pairs.scale.requires_grad)
 
 
+def _with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
+    """The plan for all ranks, once they agree on what is to be done."""
+    group, sizes = how.get("group"), how.get("sizes")
+    if group is None:
+        if sizes is not None:
+            raise OptionError("sizes are those of the ranks of a group, which was not given")
+        return plan
+    if plan.check_values or pairs.rows.device.type == "cpu":
+        check_values(pairs)
+    # What is kept for the backward would be of some columns only.
+    plan = plan._replace(group=ring.name_of(group), keep_bytes=0)
+    if sizes is None:
+        agree: Any = torch.compiler.disable(ring.agree)
+        sizes = agree(group, _facts(pairs, plan), pairs.shape[1])
+    elif len(sizes) != ring.world_size(group):
+        raise OptionError(
+            f"sizes must have one entry for each of {ring.world_size(group)} ranks, got {sizes}"
+        )
+    return plan._replace(sizes=list(sizes))
+
+
+def _facts(pairs: Pairs, plan: Plan) -> dict[str, object]:
+    """What the ranks must have in common, in words."""
+    wanted = (torch.is_grad_enabled() and x.requires_grad for x in (pairs.rows, pairs.columns))
+    return {
+        "feature size": pairs.shape[2],
+        "dtype": pairs.rows.dtype,
+        "kind of loss": (
+            f"{plan.reduction}{' of rows and columns' if plan.columns else ''}"
+            f"{' with sums' if plan.sums else ''}{' among themselves' if pairs.symmetric else ''}"
+        ),
+        "kind of positives": pairs.kind,
+        "ids": _dtype_or_none(pairs.col_ids),
+        "labels": _dtype_or_none(pairs.col_labels),
+        "need of gradients (rows, columns)": tuple(wanted),
+    }
+
+
+def _dtype_or_none(marks: Tensor | None) -> object:
+    return None if marks is None else marks.dtype
+
+
+def _reduce(pairs: Pairs, plan: Plan) -> Swept:
+    # What goes round is nothing for a compiler.
+    reduce: Any = torch.compiler.disable(autograd.reduce) if plan.group else autograd.reduce
+    return Swept(*reduce(*pairs, *plan))
+
+
 def _check_keep(keep_mib: float | str) -> None:
     if keep_mib == "auto":
         return
@@ -206,7 +268,7 @@ def _frozen(pairs: Pairs) -> bool:
 
 
 def _reduced(pairs: Pairs, packed: tuple[Tensor, ...], bias: Tensor | None) -> Reduced:
-    rows, cols = (Stats.unpack(side) if side.numel() else None for side in packed[:2])
+    rows, cols = (Stats.unpack(side) if side.dim() == 2 else None for side in packed[:2])
     assert rows is not None
     if cols is None:
         cols = rows if pairs.symmetric else Stats.unpack(packed[1][None])

@@ -107,7 +107,7 @@ def narrow(acc: Tensor, dtype: torch.dtype) -> Tensor:
 
 def row_spans(features: Tensor) -> Iterator[slice]:
     """Rows in pieces of about 16 MiB in fp32, for passes over (N, D) that must not copy it all."""
-    step = max(1, 2**22 // max(1, features[0].numel()))
+    step = max(1, 2**22 // max(1, features.shape[1:].numel()))
     return (slice(*span) for span in spans(features.shape[0], step))
 
 

@@ -82,7 +82,7 @@ def differentiate(
         rows = Side(Stats.unpack(swept.rows), d_rows)
         cols = Side(Stats.unpack(swept.cols), d_cols) if d_cols is not None else None
         dz_of = _log_sum_dz(pairs, plan, rows, rows if pairs.symmetric else cols)
-    return _Gradients(pairs, needs, peak).sweep(plan, dz_of)
+    return _Gradients(pairs, needs, peak, wide=plan.wide).sweep(plan, dz_of)
 
 
 def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,14 +309,21 @@ class _Gradients:
     """
 
     def __init__(
-        self, pairs: Pairs, needs: Needs, peak: Tensor, gains: Gains = (None, None)
+        self,
+        pairs: Pairs,
+        needs: Needs,
+        peak: Tensor,
+        gains: Gains = (None, None),
+        wide: bool = False,
     ) -> None:
         self.pairs, self.needs, self.peak, self.gains = pairs, needs, peak, gains
+        self.dtype = pairs.dtype if wide else pairs.rows.dtype
         self.factor = pairs.scale.to(pairs.dtype) * peak
         self.scale, self.bias = pairs.rows.new_zeros(2, dtype=exact_dtype(pairs.rows))
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
-            self.rows = pairs.rows.new_empty(pairs.rows.shape)  # contiguous, as the op promises
+            # Contiguous, as the op promises.
+            self.rows = pairs.rows.new_empty(pairs.rows.shape, dtype=self.dtype)
         if needs.rows if pairs.symmetric else needs.cols:
             self.acc = pairs.rows.new_zeros(pairs.columns.shape, dtype=pairs.dtype)
 
@@ -350,7 +357,7 @@ class _Gradients:
     def _finish(self) -> Grads:
         cols = None
         if self.acc is not None:
-            cols = narrow(self.acc, self.pairs.rows.dtype)
+            cols = narrow(self.acc, self.dtype)
             for span in row_spans(self.acc):
                 store(cols, span, self.acc[span] * self.factor, self.gains[1])
         sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)

@@ -64,7 +64,7 @@ class Backward:
         self.inverse = 1.0 if units is None else units.double().prod().reciprocal()
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
-            self.rows = pairs.rows.new_empty(pairs.rows.shape)
+            self.rows = pairs.rows.new_empty(pairs.rows.shape, dtype=self._grad_dtype)
         if needs.rows if pairs.symmetric else needs.cols:
             make = self.head.new_zeros if pairs.symmetric else self.head.new_empty
             self.acc = make(pairs.columns.shape)
@@ -158,16 +158,24 @@ class Backward:
             for start, stop in spans(len(acc), 1 + SPARE_BYTES // (16 * acc.shape[1])):
                 here = slice(span.start + start, span.start + stop)
                 store(out, here, acc[start:stop] * factor, gain)
-        elif out.data_ptr() == self.acc_pointer and span.stop > 2 * span.start:
+        elif self._overwrites(out) and span.stop > 2 * span.start:
             # The block would be overwritten while it is read.
             out[span] = round_into(torch.empty_like(out[span]), acc, factor)
         else:
             round_into(out[span], acc, factor)
 
+    @property
+    def _grad_dtype(self) -> torch.dtype:
+        return torch.float32 if self.plan.wide else self.pairs.rows.dtype
+
+    def _overwrites(self, out: Tensor) -> bool:
+        """Whether a gradient lies in the accumulator's memory, and not number by number."""
+        return out.data_ptr() == self.acc_pointer and out.dtype != torch.float32
+
     def _finish(self) -> Grads:
         cols = None
         if self.acc is not None:
-            cols = narrow(self.acc, self.pairs.rows.dtype)
+            cols = narrow(self.acc, self._grad_dtype)
             # Few, but for the first one none so large that it would overwrite itself.
             for span in doubling(len(self.acc), 1 + SPARE_BYTES // (4 * self.pairs.shape[2])):
                 self._round(cols, span, self.acc[span], 1)

@@ -1,5 +1,6 @@
 """What a backend is asked for and what it gives back: the words the backends share."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,9 @@ class Plan(NamedTuple):
     precision: str = "exact"  # or "fp8": scores from rounded features, the fused backend only
     keep_bytes: int = 0  # most bytes for exponentials that need not be recomputed
     scaled: bool = False  # whether the scale's gradient will be wanted
+    wide: bool = False  # leave the features' gradients in the dtype of the sums, to be added up
+    group: str = ""  # the name of the process group whose columns are all meant; "" for none
+    sizes: Sequence[int] = ()  # columns of each rank of that group
 
 
 class Needs(NamedTuple):

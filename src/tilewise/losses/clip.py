@@ -11,12 +11,14 @@ from tilewise.losses.common import (
     check_sides,
     cross_entropy,
     pick_scale,
+    together,
     weight_or_none,
 )
 from tilewise.pairs import Both, check_fraction
 from tilewise.sweep import SweepOptions, reduce_pairs
 
 
+@together
 def clip_loss(
     image: Tensor,
     text: Tensor,
@@ -48,7 +50,7 @@ def clip_loss(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    image, text = check_sides("image", image, "text", text)
+    image, text = check_sides("image", image, "text", text, empty="group" in how)
     if image.shape[0] != text.shape[0]:
         raise ShapeError(
             f"image and text must come in pairs, got {image.shape[0]} and {text.shape[0]} rows; "
@@ -69,6 +71,7 @@ def clip_loss(
             side.positive_count > 0,
             weight,
             reduction,
+            how.get("group"),
         )
         for side in swept
     ]

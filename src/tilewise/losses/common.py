@@ -1,12 +1,15 @@
 """Arithmetic that the losses share, on what a sweep returns: O(N) and differentiable."""
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewise.errors import OptionError
+from tilewise import ring
+from tilewise.errors import OptionError, RingError, TilewiseError
 from tilewise.pairs import (
     accumulate_dtype,
     as_scalar,
@@ -52,25 +55,74 @@ def cross_entropy(
     return torch.where(stats.positive_count > 0, loss, 0.0)
 
 
-def aggregate(loss: Tensor, counts: Tensor, weight: Tensor | None, reduction: Reduction) -> Tensor:
-    """Weighted mean over the rows that count (N, bool), their sum, or the rows (N,) themselves."""
+def aggregate(
+    loss: Tensor,
+    counts: Tensor,
+    weight: Tensor | None,
+    reduction: Reduction,
+    group: ring.Group | None = None,
+) -> Tensor:
+    """Weighted mean over the rows that count (N, bool), their sum, or the rows (N,) themselves.
+
+    With a group of W ranks mean and sum are W times this rank's share of the whole: what DDP, which
+    averages over ranks, makes the whole of.
+    """
     if weight is not None:
         loss = loss * weight
     if reduction == "none":
         return loss
     summed = loss.sum(dtype=exact_dtype(loss))
+    if group is not None:
+        check_fixed(weight, group)
+        summed = summed * ring.world_size(group)
     if reduction == "mean":
         if weight is None:
-            return (summed / counts.sum().clamp(min=1)).to(loss.dtype)
-        total = (counts * weight).sum(dtype=summed.dtype)
+            return (summed / ring.add_up(counts.sum(), group).clamp(min=1)).to(loss.dtype)
+        total = ring.add_up((counts * weight).sum(dtype=summed.dtype), group)
         summed = summed / torch.where(total == 0, 1.0, total)
     return summed.to(loss.dtype)
 
 
-def check_sides(name: str, a: Tensor, other_name: str, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two feature tensors that may be multiplied, cast as under autocast, or an error by name."""
-    check_features(name, a)
-    check_features(other_name, b)
+def check_fixed(weight: Tensor | None, group: ring.Group | None) -> None:
+    """Raise on a weight that wants a gradient where other ranks' sums would be in it."""
+    if group is not None and weight is not None and weight.requires_grad:
+        raise OptionError(
+            "weight must not require a gradient where there is a group, whose other ranks' losses "
+            "would be in it; pass weight.detach()"
+        )
+
+
+Args = ParamSpec("Args")
+
+
+def together(loss: Callable[Args, Tensor]) -> Callable[Args, Tensor]:
+    """A loss whose refusal on one rank of its group is raised on all, so that none waits."""
+
+    @functools.wraps(loss)
+    def run(*args: Args.args, **options: Args.kwargs) -> Tensor:
+        given: dict[str, Any] = options
+        if given.get("group") is None or given.get("sizes") is not None:
+            return loss(*args, **options)
+        try:
+            return loss(*args, **options)
+        except RingError:
+            raise
+        except TilewiseError as error:
+            ring.refuse(given["group"], error)
+            raise
+
+    return run
+
+
+def check_sides(
+    name: str, a: Tensor, other_name: str, b: Tensor, empty: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Two feature tensors that may be multiplied, cast as under autocast, or an error by name.
+
+    They may be `empty` where other ranks have more.
+    """
+    check_features(name, a, empty=empty)
+    check_features(other_name, b, empty=empty)
     a, b = autocast(a), autocast(b)
     check_match(name, a, other_name, b)
     return a, b

@@ -17,6 +17,7 @@ from tilewise.losses.common import (
     check_sides,
     cross_entropy,
     pick_scale,
+    together,
     weight_or_none,
 )
 from tilewise.pairs import (
@@ -33,6 +34,7 @@ from tilewise.reductions import INFINITY, Stats, log_add
 from tilewise.sweep import SweepOptions, reduce_pairs
 
 
+@together
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -58,7 +60,9 @@ def info_nce(
             key has no positive and is not counted.
         scale, temperature: the factor on the cosines, or its inverse; 1 / 0.07 by default.
         positives: (N,) index of each query's key where they are not aligned; NO_POSITIVE for none.
-        negatives: hard negatives, (K, D) shared by all queries or (N, H, D) for each its own.
+            With a group it counts from this rank's first key.
+        negatives: hard negatives, (K, D) shared by all queries (and all ranks of a group), or
+            (N, H, D) for each its own.
         negative_ids: ids of the hard negatives, (K,) or (N, H), compared with the queries' ids.
         ids: pairs of equal ids are not negatives; (N,), or a tuple (query ids, key ids).
         labels: pairs of equal labels are positives; the loss is the mean over them. As `ids`.
@@ -70,31 +74,29 @@ def info_nce(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    query, key = check_sides("query", query, "key", key)
+    query, key = check_sides("query", query, "key", key, empty="group" in how)
     check_given("positives", positives)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
     weight = weight_or_none(weight, query.shape[0], query)
     scale = pick_scale(scale, temperature, 1 / 0.07, query)
+    hard = _hard_negatives(query, key, negatives, ids, negative_ids, "group" in how)
     stats = reduce_pairs(
         query, key, scale, positives=positives, ids=ids, labels=labels,
         columns=False, sums=smoothing > 0, **how,
     ).rows  # fmt: skip
-    if negatives is not None:
-        hard = _hard_negatives(query, key, negatives, ids, negative_ids)
-        if negatives.dim() == 2:
+    if hard is not None:
+        if hard.features.dim() == 2:
             more = _reduce_shared(query, hard, scale, smoothing > 0, how)
         else:
             more = _reduce_own(query, hard, scale)
         stats = _joined(stats, more)
-    elif negative_ids is not None:
-        raise OptionError("negative_ids name the rows of negatives, which were not given")
     if bias is not None:
         stats = stats.with_bias(as_scalar("bias", bias, query))
     loss = cross_entropy(
         stats, several=labels is not None, decoupled=decoupled, label_smoothing=smoothing
     )
-    return aggregate(loss, stats.positive_count > 0, weight, reduction)
+    return aggregate(loss, stats.positive_count > 0, weight, reduction, how.get("group"))
 
 
 class _Hard(NamedTuple):
@@ -106,16 +108,25 @@ class _Hard(NamedTuple):
 
 
 def _hard_negatives(
-    query: Tensor, key: Tensor, negatives: Tensor, ids: Tensor | Both | None, own_ids: Tensor | None
-) -> _Hard:
-    """Check hard negatives against the queries."""
+    query: Tensor,
+    key: Tensor,
+    negatives: Tensor | None,
+    ids: Tensor | Both | None,
+    own_ids: Tensor | None,
+    empty: bool,
+) -> _Hard | None:
+    """Check hard negatives against the queries; there may be none where other ranks have some."""
+    if negatives is None:
+        if own_ids is not None:
+            raise OptionError("negative_ids name the rows of negatives, which were not given")
+        return None
     if not isinstance(negatives, Tensor) or negatives.dim() not in (2, 3):
         got = getattr(negatives, "shape", type(negatives).__name__)
         raise ShapeError(
             "negatives must be a tensor (K, D) shared by all queries or (N, H, D) for each its "
             f"own, got {got}"
         )
-    check_features("negatives", negatives, dims=negatives.dim())
+    check_features("negatives", negatives, dims=negatives.dim(), empty=empty)
     negatives = autocast(negatives)
     check_match("query", query, "negatives", negatives)
     if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:
@@ -136,6 +147,8 @@ def _reduce_shared(
 ) -> Stats:
     """Extra columns, all of them negatives."""
     ids = None if hard.row_ids is None or hard.ids is None else (hard.row_ids, hard.ids)
+    how = how.copy()
+    how.pop("sizes", None)  # they are those of the keys
     return reduce_pairs(
         query, hard.features, scale, positives=None, ids=ids, columns=False, sums=sums, **how
     ).rows

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tilewise import ring
 from tilewise.errors import OptionError
 from tilewise.losses.clip import clip_loss
 from tilewise.losses.info_nce import info_nce
@@ -20,7 +21,8 @@ from tilewise.sweep import SweepOptions
 class ClipLoss(nn.Module):
     """open_clip's `ClipLoss`, swept instead of stored: the same constructor and call.
 
-    Further keywords are options of `clip_loss`. `local_loss`, `gather_with_grad` and
+    Further keywords are options of `clip_loss`. With `world_size` > 1 the loss is that of all
+    ranks, or of a `group`. `local_loss`, `gather_with_grad` and
     `cache_labels` choose between ways of storing the matrix and change nothing here.
 
     >>> loss = ClipLoss()(image_features, text_features, logit_scale.exp())
@@ -36,7 +38,6 @@ class ClipLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _refuse_world(world_size)
         _check_options(clip_loss, options)
         self.local_loss, self.gather_with_grad = local_loss, gather_with_grad
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
@@ -50,16 +51,16 @@ class ClipLoss(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        loss = clip_loss(
-            image_features, text_features, logit_scale, bias=logit_bias, **self.options
-        )
+        options = _with_world(self.options, self.world_size)
+        loss = clip_loss(image_features, text_features, logit_scale, bias=logit_bias, **options)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
 class SigLipLoss(nn.Module):
     """open_clip's `SigLipLoss`, swept instead of stored: the same constructor and call.
 
-    Further keywords are options of `siglip_loss`. `cache_labels`, `dist_impl` and `chunk_size`
+    Further keywords are options of `siglip_loss`. With `world_size` > 1 the loss is that of all
+    ranks, or of a `group`. `cache_labels`, `dist_impl` and `chunk_size`
     choose between ways of storing the matrix and change nothing here.
     """
 
@@ -73,7 +74,6 @@ class SigLipLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _refuse_world(world_size)
         _check_options(siglip_loss, options)
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
         self.dist_impl, self.chunk_size = dist_impl, chunk_size
@@ -87,7 +87,8 @@ class SigLipLoss(nn.Module):
         logit_bias: Tensor | None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, **self.options)
+        options = _with_world(self.options, self.world_size)
+        loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, **options)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
@@ -112,8 +113,7 @@ class InfoNCELoss(nn.Module):
 class NTXentLoss(nn.Module):
     """`nt_xent` of normalised features, called with two views as lightly's module is.
 
-    lightly's memory bank and gathering across processes are not here: other values than its
-    defaults are refused.
+    With `gather_distributed` all ranks' samples are negatives. lightly's memory bank is not here.
     """
 
     def __init__(
@@ -127,16 +127,17 @@ class NTXentLoss(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(nt_xent, options)
-        if memory_bank_size or gather_distributed:
+        if memory_bank_size:
             raise OptionError(
-                "memory_bank_size and gather_distributed must be 0 and False, got "
-                f"{memory_bank_size} and {gather_distributed}: this version has neither"
+                f"memory_bank_size must be 0, got {memory_bank_size}: this version has no bank"
             )
+        self.gather_distributed = gather_distributed
         self.normalize, self.options = normalize, {"temperature": temperature, **options}
 
     def forward(self, out0: Tensor, out1: Tensor, **per_batch: Any) -> Tensor:
         out0, out1 = _unit(self.normalize, out0, out1)
-        return nt_xent(out0, out1, **{**self.options, **per_batch})
+        group = {"group": ring.world()} if self.gather_distributed else {}
+        return nt_xent(out0, out1, **{**group, **self.options, **per_batch})
 
 
 class SupConLoss(nn.Module):
@@ -166,9 +167,6 @@ def _check_options(loss: Callable[..., Tensor], options: dict[str, Any]) -> None
             raise OptionError(f"{loss.__name__} has no option {name!r}{hint}")
 
 
-def _refuse_world(world_size: int) -> None:
-    if world_size != 1:
-        raise OptionError(
-            f"world_size must be 1, got {world_size}: this version computes the loss of one "
-            "process and would silently leave out the other ranks' negatives"
-        )
+def _with_world(options: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """The options of a loss, with all ranks as its group where there are several."""
+    return {"group": ring.world_of(world_size), **options} if world_size > 1 else options

@@ -12,12 +12,14 @@ from tilewise.losses.common import (
     check_sides,
     cross_entropy,
     pick_scale,
+    together,
     weight_or_none,
 )
 from tilewise.pairs import check_fraction, check_marks
 from tilewise.sweep import SweepOptions, reduce_pairs
 
 
+@together
 def nt_xent(
     first: Tensor,
     second: Tensor,
@@ -47,7 +49,7 @@ def nt_xent(
     Returns:
         A scalar, or (2N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    first, second = check_sides("first", first, "second", second)
+    first, second = check_sides("first", first, "second", second, empty="group" in how)
     if first.shape[0] != second.shape[0]:
         raise ShapeError(
             f"first and second must be two views of the same samples, got {first.shape[0]} and "
@@ -59,6 +61,8 @@ def nt_xent(
     weight = weight_or_none(weight, n, first)
     if ids is not None:
         check_marks("ids", ids, (n,), first)
+    if how.get("sizes") is not None:
+        how = {**how, "sizes": [2 * size for size in how["sizes"]]}  # both views are columns
     swept = reduce_pairs(
         torch.cat([first, second]),
         None,
@@ -71,4 +75,4 @@ def nt_xent(
     )
     loss = cross_entropy(swept.rows, several=False, decoupled=decoupled, label_smoothing=smoothing)
     weight = None if weight is None else weight.repeat(2)
-    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction)
+    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction, how.get("group"))

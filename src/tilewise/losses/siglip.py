@@ -6,19 +6,23 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from tilewise import ring
 from tilewise.losses.common import (
     Reduction,
     aggregate,
+    check_fixed,
     check_given,
     check_reduction,
     check_sides,
     pick_scale,
+    together,
     weight_or_none,
 )
 from tilewise.pairs import Both, accumulate_dtype
 from tilewise.sweep import SweepOptions, reduce_pairs, weigh_pairs
 
 
+@together
 def siglip_loss(
     image: Tensor,
     text: Tensor,
@@ -50,7 +54,7 @@ def siglip_loss(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    image, text = check_sides("image", image, "text", text)
+    image, text = check_sides("image", image, "text", text, empty="group" in how)
     check_given("positives", positives)
     check_reduction(reduction)
     weight = weight_or_none(weight, image.shape[0], image)
@@ -66,6 +70,10 @@ def siglip_loss(
     summed = weigh_pairs(
         image, text, scale, bias, weight=weight, positives=positives, ids=ids, labels=labels, **how
     )
+    group = how.get("group")
+    if group is not None:
+        check_fixed(weight, group)
+        summed = summed * ring.world_size(group)
     # Divided here and not in the weights, whose own rounding would be in every number.
-    total = weight.sum()
+    total = ring.add_up(weight.sum(), group)
     return summed / torch.where(total == 0, 1.0, total) if reduction == "mean" else summed

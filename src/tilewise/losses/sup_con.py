@@ -9,12 +9,14 @@ from tilewise.losses.common import (
     check_reduction,
     cross_entropy,
     pick_scale,
+    together,
     weight_or_none,
 )
 from tilewise.pairs import check_features, check_fraction, check_marks
 from tilewise.sweep import SweepOptions, reduce_pairs
 
 
+@together
 def sup_con(
     features: Tensor,
     labels: Tensor,
@@ -46,7 +48,7 @@ def sup_con(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    check_features("features", features)
+    check_features("features", features, empty="group" in how)
     check_marks("labels", labels, (features.shape[0],), features)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
@@ -62,4 +64,4 @@ def sup_con(
         **how,
     )
     loss = cross_entropy(swept.rows, several=True, decoupled=decoupled, label_smoothing=smoothing)
-    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction)
+    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction, how.get("group"))

@@ -1,0 +1,156 @@
+"""A sweep over the columns of all ranks: one backend call for each visit, and what they add up to.
+
+Without a group there is one visit, of one's own columns, and these functions are the backend's.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewise import backends
+from tilewise.backends.plan import Backend, Grads, Needs, Plan, Swept
+from tilewise.pairs import Pairs, exact_dtype
+from tilewise.reductions import merge, nothing
+from tilewise.ring import Carry, Parts, Ring, Visit, ring_of
+
+
+def backend_of(pairs: Pairs, plan: Plan) -> Backend:
+    """The backend that a plan runs on."""
+    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
+    return backends.BACKENDS[choice.name]
+
+
+def num_stats(plan: Plan) -> int:
+    """How many numbers a sweep tells of each row."""
+    return 1 if plan.reduction == "softplus" else 7 if plan.sums else 5
+
+
+def reduce(pairs: Pairs, plan: Plan) -> Swept:
+    """The stats of this rank's rows and columns over all columns and rows there are."""
+    ring, columns = _ring(pairs, plan), plan.columns and not pairs.symmetric
+    like = pairs.rows.new_empty(0, num_stats(plan), dtype=pairs.dtype)
+    carry = Carry(like, lambda a, b: merge(a.t(), b.t()).t()) if columns else None
+    rows, memos, kept = None, [], like.new_empty(0)
+    for visit in ring.visits(_cargo(pairs), carry):
+        here, how = _at(pairs, visit), plan if visit.step == 0 else plan._replace(columns=columns)
+        swept = _reduce(here, how)
+        rows = swept.rows if rows is None else merge(rows, swept.rows)
+        memos.append(swept.memo)
+        kept = swept.kept if visit.step == 0 else kept
+        visit.found = swept.cols.t() if columns else None
+    assert rows is not None
+    cols = rows.new_empty(0) if carry is None or carry.home is None else carry.home.t()
+    return Swept(rows, cols.contiguous(), _join(memos), kept)
+
+
+def _reduce(pairs: Pairs, plan: Plan) -> Swept:
+    n, m, _ = pairs.shape
+    if n and m:
+        return backend_of(pairs, plan).reduce(pairs, plan)
+    like, k = pairs.rows.new_empty(0, dtype=pairs.dtype), num_stats(plan)
+    wanted = plan.columns and not pairs.symmetric
+    return Swept(nothing(k, like, n), nothing(k, like, m) if wanted else like, like, like)
+
+
+def differentiate(
+    pairs: Pairs, plan: Plan, swept: Swept, upstream: tuple[Tensor, Tensor], needs: Needs
+) -> Grads:
+    """Gradients of what `reduce` returned on all ranks, given those of this rank's numbers."""
+    ring = _ring(pairs, plan)
+    plan = plan._replace(wide=ring.world > 1)
+    # Where the columns are the rows, a pair of two ranks is swept by both: each finds the gradient
+    # of its own rows, from the stats of both ends, and half of the scale's.
+    sides = (swept.rows, upstream[0]) if pairs.symmetric else (swept.cols, upstream[1])
+    cargo = _cargo(pairs, *(x.t() for x in sides if ring.world > 1 and x.dim() == 2))
+    like = pairs.rows.new_empty(0, pairs.shape[2], dtype=pairs.dtype)
+    carry = Carry(like, lambda a, b: a.add_(b)) if needs.cols else None
+    total = _Total(pairs)
+    for i, visit in enumerate(ring.visits(cargo, carry)):
+        known = swept._replace(memo=swept.memo[i] if swept.memo.dim() == 2 else swept.memo)
+        d_stats = upstream
+        if visit.step:
+            cols, d_cols = _vectors(pairs, visit)
+            known, d_stats = known._replace(cols=cols, kept=cols[:0]), (upstream[0], d_cols)
+        share = 0.5 if pairs.symmetric and visit.step else 1.0
+        grads = _differentiate(_at(pairs, visit), plan, known, d_stats, needs)
+        visit.found = total.add(grads, share)
+    return total.grads(None if carry is None else carry.home)
+
+
+def _differentiate(
+    pairs: Pairs, plan: Plan, swept: Swept, upstream: tuple[Tensor, Tensor], needs: Needs
+) -> Grads:
+    n, m, d = pairs.shape
+    if n and m:
+        return backend_of(pairs, plan).differentiate(pairs, plan, swept, upstream, needs)
+    like = pairs.rows.new_zeros((), dtype=pairs.dtype)
+    rows, cols = (like.new_zeros(size, d) if wanted else None
+                  for size, wanted in ((n, needs.rows), (m, needs.cols)))  # fmt: skip
+    return Grads(rows, cols, like, like)
+
+
+class _Total:
+    """Gradients of this rank's rows, scale and bias so far."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.dtype = pairs.dtype
+        self.rows: Tensor | None = None
+        # Two tensors: an op's results may not share memory.
+        zero = pairs.rows.new_zeros((), dtype=exact_dtype(pairs.rows))
+        self.scale, self.bias = zero, zero.clone()
+
+    def add(self, grads: Grads, share: float) -> Tensor | None:
+        """Add those of a visit, of the scale a share; returns the columns' own."""
+        if self.rows is None:
+            self.rows = grads.rows
+        elif grads.rows is not None:
+            self.rows.add_(grads.rows)
+        self.scale += share * grads.scale
+        self.bias += share * grads.bias
+        return grads.cols
+
+    def grads(self, cols: Tensor | None) -> Grads:
+        """All of them."""
+        return Grads(self.rows, cols, self.scale.to(self.dtype), self.bias.to(self.dtype))
+
+
+def _ring(pairs: Pairs, plan: Plan) -> Ring:
+    return ring_of(plan.group, plan.sizes or [pairs.shape[1]])
+
+
+def _cargo(pairs: Pairs, *more: Tensor) -> Parts:
+    """What of the columns travels: features, marks, and vectors (m, k)."""
+    return (pairs.columns, *(x for x in (pairs.col_ids, pairs.col_labels) if x is not None), *more)
+
+
+def _at(pairs: Pairs, visit: Visit) -> Pairs:
+    """This rank's rows against some columns; positives by place are among one's own."""
+    if visit.step == 0:
+        return pairs
+    features, *marks = visit.cargo
+    col_ids = None if pairs.col_ids is None else marks.pop(0)
+    col_labels = None if pairs.col_labels is None else marks.pop(0)
+    return pairs._replace(
+        cols=features,
+        positives=None,
+        col_ids=col_ids,
+        col_labels=col_labels,
+        kind="label" if pairs.kind == "label" else "none",
+        skip_self=False,
+    )
+
+
+def _vectors(pairs: Pairs, visit: Visit) -> tuple[Tensor, Tensor]:
+    """The columns' stats and the gradient of each of those, or (0,) twice where none travel."""
+    more = visit.cargo[len(_cargo(pairs)) :]
+    if not more:
+        empty = pairs.rows.new_empty(0, dtype=pairs.dtype)
+        return empty, empty
+    return more[0].t().contiguous(), more[1].t().contiguous()
+
+
+def _join(memos: list[Tensor]) -> Tensor:
+    """What the backend wants to know again: as it is, or by visit, 0s of those without pairs."""
+    if len(memos) == 1:
+        return memos[0]
+    size = max(len(memo) for memo in memos)
+    return torch.stack([memo if len(memo) else memo.new_zeros(size) for memo in memos])

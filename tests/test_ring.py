@@ -1,0 +1,439 @@
+"""Losses over several processes, against one process with the whole batch."""
+
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import tilewise as tw
+from ranks import run
+from tilewise import ring, rounds
+
+WORLDS = {
+    1: [[4]],
+    2: [[3, 3], [5, 2]],
+    3: [[4, 2, 5], [3, 0, 2]],
+    4: [[2, 2, 2, 2], [1, 6, 0, 3]],
+    5: [[1, 2, 3, 4, 5], [0, 0, 7, 0, 1]],
+    8: [[2] * 8, [1, 0, 4, 2, 3, 0, 1, 5]],
+}
+TINY = 3 * 8 * 8  # bytes of a slice: three columns of eight float64s
+
+
+def clip_with(**marks):
+    """CLIP with marks of each pair, taken from its place in the whole batch."""
+    return lambda a, b, s, at, **how: tw.clip_loss(
+        a, b, s, **{name: mark(at) for name, mark in marks.items()}, **how
+    )
+
+
+def negatives(at, d, h=0):
+    """Hard negatives of some rows, the same whoever asks."""
+    shape = (d,) if h == 0 else (h, d)
+    made = [torch.randn(shape, generator=torch.Generator().manual_seed(int(i))) for i in at]
+    empty = torch.zeros(0, *shape, dtype=torch.float64)
+    return functional.normalize(torch.stack(made).double(), dim=-1) if made else empty
+
+
+def turned(sizes):
+    """Within each rank the first row's positive is the last column, and so on."""
+    starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    parts = (torch.arange(a, b).flip(0) for a, b in itertools.pairwise(starts))
+    return torch.cat(list(parts))
+
+
+LOSSES = {
+    "clip": lambda a, b, s, at, **how: tw.clip_loss(a, b, s, **how),
+    "clip-sum": lambda a, b, s, at, **how: tw.clip_loss(a, b, s, reduction="sum", **how),
+    "clip-ids": clip_with(ids=lambda at: at % 4),
+    "clip-labels": clip_with(labels=lambda at: at % 3),
+    "clip-weight": clip_with(weight=lambda at: 1.0 + at.double()),
+    "clip-smooth": clip_with(label_smoothing=lambda at: 0.1),
+    "clip-bias": clip_with(bias=lambda at: 0.5),
+    "info_nce": lambda a, b, s, at, **how: tw.info_nce(a, b, s, decoupled=True, **how),
+    "info_nce-index": lambda a, b, s, at, turns=(), **how: tw.info_nce(
+        a, b, s, positives=turned(turns or [len(at)]), **how
+    ),
+    "info_nce-own": lambda a, b, s, at, **how: tw.info_nce(
+        a, b, s, negatives=negatives(at, a.shape[1], 2), **how
+    ),
+    "info_nce-shared": lambda a, b, s, at, **how: tw.info_nce(
+        a, b, s, negatives=negatives(at, a.shape[1]), label_smoothing=0.1, **how
+    ),
+    "siglip": lambda a, b, s, at, **how: tw.siglip_loss(a, b, s, s - 7.0, **how),
+    "siglip-weight": lambda a, b, s, at, **how: tw.siglip_loss(
+        a, b, s, weight=1.0 + at.double(), ids=at % 5, **how
+    ),
+    "nt_xent": lambda a, b, s, at, **how: tw.nt_xent(a, b, s, **how),
+    "nt_xent-ids": lambda a, b, s, at, **how: tw.nt_xent(a, b, s, ids=at % 5, **how),
+    "sup_con": lambda a, b, s, at, **how: tw.sup_con(a, at % 4, s, ids=at % 6, **how) + 0 * b.sum(),
+}
+
+
+def features(size, d=8, dtype=torch.float64):
+    made = torch.randn(2, size, d, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return functional.normalize(made, dim=-1).to(dtype)
+
+
+def step(name, start, stop, size, dtype=torch.float64, freeze=(), **how):
+    """(loss, gradients of both sides and the scale) of some rows of a batch."""
+    a, b = (side[start:stop].clone().requires_grad_() for side in features(size, dtype=dtype))
+    for frozen, side in ((0, a), (1, b)):
+        side.requires_grad_(frozen not in freeze)
+    s = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    loss = LOSSES[name](a, b, s, torch.arange(start, stop), **how)
+    loss.backward()
+    grads = (torch.zeros_like(x) if x.grad is None else x.grad for x in (a, b, s))
+    return [loss.detach(), *grads]
+
+
+def shares(rank, cases, slice_bytes):
+    """What each case gives this rank."""
+    if slice_bytes:
+        ring.SLICE_BYTES = slice_bytes
+    found = []
+    for name, sizes, options in cases:
+        start = sum(sizes[:rank])
+        how = {"group": dist.group.WORLD, **options}
+        found.append(step(name, start, start + sizes[rank], sum(sizes), **how))
+    return found
+
+
+def whole(name, sizes, parts):
+    """The averages over ranks that DDP would make: loss, gradients of all rows, of the scale."""
+    world = len(sizes)
+    return [
+        sum(part[0] for part in parts) / world,
+        torch.cat([part[1] for part in parts]) / world,
+        torch.cat([part[2] for part in parts]) / world,
+        sum(part[3] for part in parts) / world,
+    ]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_equals_one_process(world):
+    """R11: float64, even, uneven and empty ranks."""
+    names = LOSSES if world < 5 else ("clip", "clip-labels", "siglip", "nt_xent", "sup_con")
+    cases = [(name, sizes, {}) for sizes in WORLDS[world] for name in names]
+    cases += [("clip", WORLDS[world][0], {"freeze": freeze}) for freeze in ((0,), (1,))]
+    parts = run(shares, world, cases, TINY)
+    for i, (name, sizes, options) in enumerate(cases):
+        got = whole(name, sizes, [part[i] for part in parts])
+        turns = {"turns": sizes} if name == "info_nce-index" else {}
+        alone = step(name, 0, sum(sizes), sum(sizes), **options, **turns)
+        for x, y in zip(got, alone, strict=True):
+            assert torch.allclose(x, y, rtol=1e-12, atol=1e-13), (name, sizes, options, x - y)
+
+
+def halves(rank, cases):
+    """Losses of half precision features of several sizes."""
+    return shares(rank, cases, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_exact_as_one_process(dtype):
+    """Three ranks are off by no more than twice what one process is, and a rounding."""
+    sizes = [40, 0, 57]
+    cases = [(name, sizes, {"dtype": dtype}) for name in ("clip", "siglip", "nt_xent", "sup_con")]
+    parts = run(halves, 3, cases)
+    for i, (name, _, options) in enumerate(cases):
+        # Averaged in double: in bf16 a third of a gradient is not the gradient of a third.
+        got = whole(name, sizes, [[x.double() for x in part[i]] for part in parts])
+        alone = step(name, 0, 97, 97, **options)
+        rounded = [x.to(dtype).double() for x in features(97)]
+        truth = _truth(name, rounded)
+        for x, y, z in zip(got, alone, truth, strict=True):
+            bar = 2 * (y.double() - z).norm() + torch.finfo(dtype).eps * z.norm()
+            assert (x - z).norm() <= bar, (name, (x - z).norm(), bar)
+
+
+def _truth(name, sides):
+    a, b = (side.clone().requires_grad_() for side in sides)
+    s = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    loss = LOSSES[name](a, b, s, torch.arange(len(a)))
+    loss.backward()
+    return [loss.detach(), *(torch.zeros(()) if x.grad is None else x.grad for x in (a, b, s))]
+
+
+# Groups
+
+
+def in_subgroups(rank):
+    """Two groups at once, neither of them 0..n-1, and the whole one between their calls."""
+    groups = [dist.new_group(ranks) for ranks in ([3, 1], [0, 2])]
+    mine = groups[0] if rank in (1, 3) else groups[1]
+    place = dist.get_rank(mine)
+    found = step("clip", 5 * place, 5 * place + 5, 10, group=mine)
+    everyone = step("clip", 3 * rank, 3 * rank + 3, 12, group=dist.group.WORLD)
+    again = step("clip", 5 * place, 5 * place + 5, 10, group=mine, sizes=[5, 5])
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+    return place, found, everyone
+
+
+def test_subgroups():
+    parts = run(in_subgroups, 4)
+    for ranks in ((1, 3), (0, 2)):
+        ordered = sorted((parts[rank][:2] for rank in ranks), key=lambda part: part[0])
+        got = whole("clip", [5, 5], [part[1] for part in ordered])
+        for x, y in zip(got, step("clip", 0, 10, 10), strict=True):
+            assert torch.allclose(x, y, rtol=1e-12)
+    got = whole("clip", [3] * 4, [part[2] for part in parts])
+    for x, y in zip(got, step("clip", 0, 12, 12), strict=True):
+        assert torch.allclose(x, y, rtol=1e-12)
+
+
+def with_modules(rank):
+    """open_clip's constructor arguments, a mesh, and no group at all."""
+    a, b = features(6)[:, 3 * rank : 3 * rank + 3]
+    s = torch.tensor(5.0, dtype=torch.float64)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    plain = tw.clip_loss(a, b, s, group=dist.group.WORLD)
+    module = tw.ClipLoss(rank=rank, world_size=2)(a, b, s)
+    assert torch.equal(plain, module)
+    assert torch.equal(plain, tw.clip_loss(a, b, s, group=mesh))
+    assert torch.equal(
+        tw.siglip_loss(a, b, s, group=dist.group.WORLD),
+        tw.SigLipLoss(rank=rank, world_size=2)(a, b, s, torch.tensor(-10.0).double()),
+    )
+    views = tw.nt_xent(a, b, temperature=0.5, group=dist.group.WORLD)
+    assert torch.allclose(tw.NTXentLoss(gather_distributed=True)(a, b), views)
+    with pytest.raises(tw.OptionError, match="world_size must be that of"):
+        tw.ClipLoss(rank=rank, world_size=3)(a, b, s)
+    return plain, tw.clip_loss(a, b, s)
+
+
+def test_modules_and_meshes():
+    parts = run(with_modules, 2)
+    a, b = features(6)
+    s = torch.tensor(5.0, dtype=torch.float64)
+    assert torch.allclose((parts[0][0] + parts[1][0]) / 2, tw.clip_loss(a, b, s), rtol=1e-12)
+    for rank in range(2):
+        alone = tw.clip_loss(a[3 * rank : 3 * rank + 3], b[3 * rank : 3 * rank + 3], s)
+        assert torch.equal(parts[rank][1], alone), "without a group a loss is local"
+
+
+def test_a_group_needs_torch_distributed():
+    a, b = features(6)
+    with pytest.raises(tw.OptionError, match="which is not initialised"):
+        tw.clip_loss(a, b, 5.0, group="world")
+    with pytest.raises(tw.OptionError, match="sizes are those of the ranks of a group"):
+        tw.clip_loss(a, b, 5.0, sizes=[6])
+
+
+# Encoders
+
+
+def encoders(dtype=torch.float64):
+    torch.manual_seed(0)
+    towers = torch.nn.ModuleDict({"image": torch.nn.Linear(6, 8), "text": torch.nn.Linear(5, 8)})
+    towers.scale = torch.nn.Parameter(torch.tensor([1.5]))
+    return towers.to(dtype)
+
+
+class Both(torch.nn.Module):
+    """Two towers and their scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = encoders()
+
+    def forward(self, x, y):
+        image, text = self.towers["image"](x), self.towers["text"](y)
+        unit = functional.normalize
+        return unit(image, dim=-1), unit(text, dim=-1), self.towers.scale.exp()
+
+
+def inputs(size):
+    made = torch.randn(size, 11, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return made[:, :6], made[:, 6:]
+
+
+def wrapped(rank, kind, sizes, steps):
+    """Parameter gradients under DDP or FSDP2 after some steps."""
+    model = Both()
+    start = sum(sizes[:rank])
+    x, y = (side[start : start + sizes[rank]] for side in inputs(sum(sizes)))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (len(sizes),))
+        fully_shard(model, mesh=mesh)
+    for _ in range(steps):
+        model.zero_grad()
+        tw.clip_loss(*model(x, y), group=dist.group.WORLD).backward()
+    full = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            for p in model.parameters()]  # fmt: skip
+    return [grad.clone() for grad in full]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("ddp", [4, 3, 1]), ("fsdp", [4, 3])])
+def test_encoders(kind, sizes):
+    model = Both()
+    tw.clip_loss(*model(*inputs(sum(sizes)))).backward()
+    for grads in run(wrapped, len(sizes), kind, sizes, 3):
+        for got, parameter in zip(grads, model.parameters(), strict=True):
+            assert torch.allclose(got, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+# What travels
+
+
+def bytes_sent(rank, sizes, options):
+    """By the forward, and by forward and backward."""
+    counts, made = [], []
+    for name in ("reduce", "differentiate"):
+        plain = getattr(rounds, name)
+        setattr(rounds, name, lambda *args, plain=plain: (plain(*args), counts.append(
+            made[-1].sent_bytes))[0])  # fmt: skip
+    plain_ring = rounds.ring_of
+    rounds.ring_of = lambda *args: made.append(plain_ring(*args)) or made[-1]
+    start = sum(sizes[:rank])
+    step("clip", start, start + sizes[rank], sum(sizes), torch.float32,
+         group=dist.group.WORLD, **options)  # fmt: skip
+    return counts
+
+
+def test_bytes():
+    """Features in their dtype and 5 numbers a column forward; those, 10 more and fp32 gradients."""
+    n, d, world = 6, 8, 3
+    for forward, backward in run(bytes_sent, world, [n] * world, {}):
+        assert forward == (world - 1) * n * d * 4 + world * n * 5 * 4
+        assert backward == (world - 1) * n * (d * 4 + 10 * 4) + world * n * d * 4
+    for forward, backward in run(bytes_sent, world, [n] * world, {"freeze": (1,)}):
+        assert forward == (world - 1) * n * d * 4 + world * n * 5 * 4
+        assert backward == (world - 1) * n * (d * 4 + 10 * 4), "a frozen side gets no gradient"
+
+
+# Faults. On a busy machine these bounds only say that no rank waited for the group's timeout of a
+# minute; the slow tests hold the real ones, on a machine that does nothing else.
+SOON = 20.0
+
+
+def mismatched(rank, kind):
+    """An error of one rank, or two that do not fit; what each rank says of it, and how fast."""
+    size, d, dtype = 4, 8, torch.float32
+    how = {"group": dist.group.WORLD}
+    odd = rank == 1
+    a, b = (x.requires_grad_() for x in features(size, 6 if kind == "size" and odd else d, dtype))
+    if kind == "dtype" and odd:
+        a, b = a.detach().bfloat16().requires_grad_(), b.detach().bfloat16().requires_grad_()
+    loss = tw.siglip_loss if kind == "loss" and odd else tw.clip_loss
+    if kind == "ids" and odd:
+        how["ids"] = torch.arange(size)
+    if kind == "labels":
+        how["labels"] = torch.arange(size, dtype=torch.int32 if odd else torch.int64)
+    if kind == "gradient" and odd:
+        b = b.detach()
+    if kind == "shape" and odd:
+        b = b[:2]
+    if kind == "option" and odd:
+        how["label_smoothing"] = 2.0
+    start = time.perf_counter()
+    try:
+        loss(a, b, 5.0, **how)
+    except tw.RingError as error:
+        return str(error), time.perf_counter() - start
+    return "nothing", 0.0
+
+
+MISMATCHES = {
+    "size": "same feature size, got 8 on rank 0 and 6 on rank 1",
+    "dtype": "same dtype, got torch.float32 on rank 0 and torch.bfloat16 on rank 1",
+    "loss": "same kind of loss, got logsumexp of rows and columns on rank 0 and softplus on rank 1",
+    "ids": "same ids, got None on rank 0 and torch.int64 on rank 1",
+    "labels": "same labels, got torch.int64 on rank 0 and torch.int32 on rank 1",
+    "gradient": "need of gradients",
+    "shape": "rank 1 refused: ShapeError: image and text must come in pairs, got 4 and 2 rows",
+    "option": "rank 1 refused: OptionError: label_smoothing must be at least 0 and below 1, got 2",
+}
+
+
+def all_mismatched(rank):
+    return {kind: mismatched(rank, kind) for kind in MISMATCHES}
+
+
+def test_mismatch_raises_everywhere():
+    """R14: the same named error on every rank, and the group works on."""
+    check_mismatches(SOON)
+
+
+@pytest.mark.slow
+def test_mismatch_raises_in_two_seconds():
+    check_mismatches(2.0)
+
+
+def check_mismatches(seconds):
+    parts = run(all_mismatched, 3)
+    for kind, text in MISMATCHES.items():
+        said = {part[kind][0] for part in parts}
+        assert len(said) == 1, said
+        assert text in said.pop(), kind
+        assert max(part[kind][1] for part in parts) < seconds, kind
+
+
+def dying(rank, hop, backward, how):
+    """Rank 1 is killed or stopped at a hop. What the others say, and how long they waited."""
+    hops = 0
+    plain = ring.Ring.exchange
+
+    def exchange(self, *args):
+        nonlocal hops
+        hops += 1
+        if rank == 1 and hops > hop:
+            time.sleep(0.2)
+            os.kill(os.getpid(), how)
+        return plain(self, *args)
+
+    a, b = (x.requires_grad_() for x in features(12)[:, 3 * rank : 3 * rank + 3])
+    tw.clip_loss(a, b, 5.0, group=dist.group.WORLD).backward()  # imports and connections
+    if not backward:
+        ring.Ring.exchange = exchange
+    start = time.perf_counter()
+    try:
+        loss = tw.clip_loss(a, b, 5.0, group=dist.group.WORLD)
+        ring.Ring.exchange = exchange
+        start = time.perf_counter()
+        loss.backward()
+    except tw.RingError as error:
+        return str(error), time.perf_counter() - start
+    return "nothing", 0.0
+
+
+def check_survivors(parts, seconds):
+    for said, waited in parts:
+        assert "did not answer" in said
+        assert waited <= seconds, (said, waited)
+    # The two beside it name it.
+    assert sum("rank 1 and" in said or "rank 1," in said for said, _ in parts) == 2, parts
+
+
+HOPS = 7  # of four ranks, either way: three of features, four of what follows them
+
+
+@pytest.mark.parametrize(("hop", "backward"), [(1, False), (3, True)])
+def test_a_killed_rank(hop, backward):
+    """Everyone raises and says whom it waited for."""
+    check_survivors(run(dying, 4, hop, backward, signal.SIGKILL, lost=(1,)), SOON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("hop", range(HOPS))
+def test_a_rank_killed_anywhere(hop, backward):
+    """R12: everyone raises within a second."""
+    check_survivors(run(dying, 4, hop, backward, signal.SIGKILL, lost=(1,)), 0.2 + 1.0)
+
+
+@pytest.mark.parametrize("extra", [SOON, pytest.param(2.0, marks=pytest.mark.slow)])
+def test_a_stopped_rank(extra):
+    """R13: everyone raises within the group's timeout and two seconds."""
+    parts = run(dying, 4, 2, False, signal.SIGSTOP, timeout=3.0, lost=(1,))
+    check_survivors(parts, 0.2 + 3.0 + extra)
