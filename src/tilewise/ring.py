@@ -236,7 +236,13 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
     if group is None:
         return number
     number = number.detach().clone()
-    dist.all_reduce(number, group=_process_group(group))
+    try:
+        dist.all_reduce(number, group=_process_group(group))
+    except RuntimeError as error:
+        raise RingError(
+            f"rank {dist.get_rank()} waited for the sum of all ranks' counts, and one did not "
+            f"answer; look at what it printed, and start all ranks again: {error}"
+        ) from error
     return number
 
 
@@ -298,11 +304,13 @@ def _difference(whole: dist.ProcessGroup, said: list[dict[str, str]]) -> str:
     return "all ranks must call the same loss"
 
 
-@functools.cache
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same ranks over a backend that sends from host memory."""
-    if dist.get_backend(group) == "gloo":
-        return group
+    return group if dist.get_backend(group) == "gloo" else _companion(group)
+
+
+@functools.cache
+def _companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)

@@ -1,6 +1,6 @@
 """The door: what people call, checked and handed to the ops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -196,8 +196,7 @@ def _with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     # What is kept for the backward would be of some columns only.
     plan = plan._replace(group=ring.name_of(group), keep_bytes=0)
     if sizes is None:
-        agree: Any = torch.compiler.disable(ring.agree)
-        sizes = agree(group, _facts(pairs, plan), pairs.shape[1])
+        sizes = _opaque(ring.agree)(group, _facts(pairs, plan), pairs.shape[1])
     elif len(sizes) != ring.world_size(group):
         raise OptionError(
             f"sizes must have one entry for each of {ring.world_size(group)} ranks, got {sizes}"
@@ -227,9 +226,14 @@ def _dtype_or_none(marks: Tensor | None) -> object:
 
 
 def _reduce(pairs: Pairs, plan: Plan) -> Swept:
-    # What goes round is nothing for a compiler.
-    reduce: Any = torch.compiler.disable(autograd.reduce) if plan.group else autograd.reduce
+    reduce = _opaque(autograd.reduce) if plan.group else autograd.reduce
     return Swept(*reduce(*pairs, *plan))
+
+
+def _opaque(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What goes round is nothing for a compiler, which is loaded (in seconds) if it is used."""
+    made: Any = torch.compiler.disable(call) if torch.compiler.is_compiling() else call
+    return made  # type: ignore[no-any-return]
 
 
 def _check_keep(keep_mib: float | str) -> None:
