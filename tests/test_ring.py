@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tilewise as tw
 from ranks import run
 from tilewise import ring, rounds
+from tilewise.backends import fused
 
 WORLDS = {
     1: [[4]],
@@ -218,6 +219,27 @@ def test_modules_and_meshes():
         assert torch.equal(parts[rank][1], alone), "without a group a loss is local"
 
 
+def odd_calls(rank):
+    """No rows anywhere, a wrong promise, a compiled loss."""
+    group = {"group": dist.group.WORLD}
+    a, b = features(6)[:, 3 * rank : 3 * rank + 3]
+    for name in LOSSES:
+        loss = step(name, 0, 0, 0, **group)[0]
+        assert float(loss) == 0, name
+    with pytest.raises(tw.OptionError, match="one entry for each of 2 ranks, 3 for rank"):
+        tw.clip_loss(a, b, 5.0, sizes=[2, 2], **group)
+    plain = tw.clip_loss(a, b, 5.0, **group)
+    assert torch.equal(plain, tw.clip_loss(a, b, 5.0, sizes=[3, 3], **group))
+    views = tw.nt_xent(a, b, **group)
+    assert torch.equal(views, tw.nt_xent(a, b, sizes=[3, 3], **group))
+    compiled = torch.compile(lambda a, b: tw.clip_loss(a * 1.0, b, 5.0, **group) + 1.0)
+    assert torch.allclose(compiled(a, b), plain + 1.0)
+
+
+def test_odd_calls():
+    run(odd_calls, 2)
+
+
 def test_a_group_needs_torch_distributed():
     a, b = features(6)
     with pytest.raises(tw.OptionError, match="which is not initialised"):
@@ -336,9 +358,26 @@ def mismatched(rank, kind):
         b = b[:2]
     if kind == "option" and odd:
         how["label_smoothing"] = 2.0
+    if kind == "reduction" and odd:
+        how["reduction"] = "sum"
+    if kind == "weight" and odd:
+        how["weight"] = torch.ones(size)
+    if kind == "fixed weight":
+        how["weight"] = torch.ones(size, requires_grad=odd)
+    if kind == "backend":
+        how["backend"] = "fused"
+    if kind in ("negatives", "bias"):
+        loss = tw.info_nce
+        if odd:
+            how |= (
+                {"negatives": a.detach()}
+                if kind == "negatives"
+                else {"bias": torch.tensor(torch.nan)}
+            )
+    scale = torch.tensor(5.0, requires_grad=kind == "scale" and odd)
     start = time.perf_counter()
     try:
-        loss(a, b, 5.0, **how)
+        loss(a, b, scale, **how)
     except tw.RingError as error:
         return str(error), time.perf_counter() - start
     return "nothing", 0.0
@@ -347,11 +386,18 @@ def mismatched(rank, kind):
 MISMATCHES = {
     "size": "same feature size, got 8 on rank 0 and 6 on rank 1",
     "dtype": "same dtype, got torch.float32 on rank 0 and torch.bfloat16 on rank 1",
-    "loss": "same kind of loss, got logsumexp of rows and columns on rank 0 and softplus on rank 1",
+    "loss": "same loss, got clip_loss on rank 0 and siglip_loss on rank 1",
     "ids": "same ids, got None on rank 0 and torch.int64 on rank 1",
     "labels": "same labels, got torch.int64 on rank 0 and torch.int32 on rank 1",
     "gradient": "need of gradients",
     "shape": "rank 1 refused: ShapeError: image and text must come in pairs, got 4 and 2 rows",
+    "reduction": "same reduction, got mean on rank 0 and sum on rank 1",
+    "weight": "same weight, got none on rank 0 and given on rank 1",
+    "fixed weight": "rank 1 refused: OptionError: weight must not require a gradient",
+    "backend": "refused: BackendError: backend 'fused' cannot run",
+    "negatives": "same negatives, got none on rank 0 and 2 dimensions on rank 1",
+    "bias": "rank 1 refused: OptionError: bias must be finite, got nan",
+    "scale": "same learnable numbers, got [] on rank 0 and ['scale'] on rank 1",
     "option": "rank 1 refused: OptionError: label_smoothing must be at least 0 and below 1, got 2",
 }
 
@@ -442,3 +488,45 @@ def test_a_stopped_rank(extra):
     """R13: everyone raises within the group's timeout and two seconds."""
     parts = run(dying, 4, 2, False, signal.SIGSTOP, timeout=3.0, lost=(1,))
     check_survivors(parts, 0.2 + 3.0 + extra)
+
+
+# The fused backend, in Triton's interpreter
+
+
+def opposed(start, stop, dtype, backend, **how):
+    """NT-Xent at scale 100 of four samples, one of them opposite to the others."""
+    maker = torch.Generator().manual_seed(0)
+    base = torch.zeros(4, 16, dtype=torch.float64)
+    base[:, 0] = torch.tensor([1.0, 1.0, 1.0, -1.0])
+    made = [functional.normalize(base + 0.02 * torch.randn(4, 16, generator=maker), dim=1)
+            for _ in range(2)]  # fmt: skip
+    a, b = (x.half().to(dtype)[start:stop].requires_grad_() for x in made)
+    scale = torch.tensor(100.0, requires_grad=True)
+    loss = tw.nt_xent(a, b, scale, backend=backend, decoupled=True, **how)
+    loss.backward()
+    return [loss.detach(), a.grad, b.grad, scale.grad]
+
+
+def fused_in_turn(rank):
+    os.environ["TRITON_INTERPRET"] = "1"
+    fused.INTERPRETED = True
+    found = opposed(2 * rank, 2 * rank + 2, torch.float16, "fused", group=dist.group.WORLD)
+    a, b = features(7, 16, torch.float16)[:, 4 * rank : 4 * rank + 4].requires_grad_()
+    more = tw.clip_loss(a, b, 5.0, backend="fused", group=dist.group.WORLD)
+    return found, more.detach(), torch.autograd.grad(more, [a, b])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without")
+def test_the_fused_backend():
+    """A fixed offset that holds for one rank's rows may not hold for the columns that pass by."""
+    pytest.importorskip("triton")
+    parts = run(fused_in_turn, 2)
+    got = whole("nt_xent", [2, 2], [[x.double() for x in part[0]] for part in parts])
+    for x, y in zip(got, opposed(0, 4, torch.float64, "chunked"), strict=True):
+        assert (x - y).norm() <= 3e-3 * y.norm(), (x, y)
+    a, b = (x.double().requires_grad_() for x in features(7, 16, torch.float16))
+    loss = tw.clip_loss(a, b, 5.0)
+    assert torch.allclose((parts[0][1] + parts[1][1]).double() / 2, loss, rtol=1e-5)
+    for k, truth in enumerate(torch.autograd.grad(loss, [a, b])):
+        grads = torch.cat([part[2][k] for part in parts]).double() / 2
+        assert (grads - truth).norm() <= 3e-3 * truth.norm()

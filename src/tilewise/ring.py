@@ -5,10 +5,12 @@ hands them on to the next. What is found out about them (their sums, their gradi
 slice behind and is home after the last step. Alone, a ring is its own columns and nothing else.
 """
 
-import functools
+from __future__ import annotations  # a torch without torch.distributed has not all these names
+
+import contextvars
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,7 +120,7 @@ class _Passage:
             parts = [part for message in behind for part in message.wait()]
             self.carry.home = parts[0] if len(parts) == 1 else torch.cat([*parts, self.carry.like])
 
-    def _stay(self) -> "Step":
+    def _stay(self) -> Step:
         """Look at one's own columns while they set out."""
         mine, coming = self.cuts[:2]
         count = max(len(mine), len(coming))
@@ -128,9 +130,10 @@ class _Passage:
         yield visit
         found = [] if visit.found is None else [visit.found[cut] for cut in mine]
         behind = [self._follow(0, found[k : k + 1], k) for k in range(count)]
+        visit.found = None
         return _arrived(ahead, coming), behind
 
-    def _pass(self, step: int, here: list[Parts], behind: list[Message]) -> "Step":
+    def _pass(self, step: int, here: list[Parts], behind: list[Message]) -> Step:
         """Look at another's columns, slice by slice, while they and the next ones move on."""
         mine, coming = self.cuts[step : step + 2]
         ahead, following = [], []
@@ -142,12 +145,13 @@ class _Passage:
                 yield visit
                 if self.carry is not None and visit.found is not None:
                     found = [self.carry.join(behind[k].wait()[0], visit.found)]
-                here[k] = ()
+                # Nothing of it is needed any more.
+                behind[k : k + 1], visit.found, here[k] = [Message(())], None, ()
             following.append(self._follow(step, found, k))
             # Once it has left, its memory is free for the slice after the next.
             ahead[k].wait()
         # Those without an answer too: what is dropped before it has left is lost.
-        _arrived(behind, mine)
+        _arrived(behind, [])
         return _arrived(ahead, coming), following
 
     def _hand_on(self, step: int, parts: list[Parts], k: int) -> Message:
@@ -246,14 +250,36 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
     return number
 
 
+def check_sizes(group: Group, sizes: Sequence[int], own: int) -> None:
+    """Raise unless there is a size for every rank, and this rank's own is right."""
+    world, rank = world_size(group), dist.get_rank(_process_group(group))
+    if len(sizes) != world or sizes[rank] != own:
+        raise OptionError(
+            f"sizes must have one entry for each of {world} ranks, {own} for rank {rank} of the "
+            f"group, got {list(sizes)}; leave sizes out and the ranks ask each other"
+        )
+
+
+@dataclass
+class Call:
+    """What a loss says of itself while it runs: its own facts, and whether the ranks agreed."""
+
+    facts: dict[str, object] = field(default_factory=dict)
+    agreed: bool = False
+
+
+calling: contextvars.ContextVar[Call | None] = contextvars.ContextVar("calling", default=None)
+
+
 def agree(group: Group, facts: dict[str, object], size: int) -> list[int]:
     """Every rank's `size`, after all have found that they have the same facts in mind.
 
-    A few integers go round among the hosts; words only where there is something to say.
+    A few integers go round; words only where there is something to say.
     """
-    whole = _host_group(_process_group(group))
-    words = {name: str(fact) for name, fact in facts.items()}
+    whole, call = _process_group(group), calling.get() or Call()
+    words = {name: str(fact) for name, fact in (call.facts | facts).items()}
     table = _gather(whole, [0, zlib.crc32(repr(words).encode()), size])
+    call.agreed = True
     _refuse_together(whole, table, "")
     if len({row[1] for row in table}) > 1:
         said: list[dict[str, str]] = [{}] * len(table)
@@ -264,7 +290,7 @@ def agree(group: Group, facts: dict[str, object], size: int) -> list[int]:
 
 def refuse(group: Group, error: Exception) -> None:
     """Tell the other ranks, who wait to agree, that this one cannot go on."""
-    whole = _host_group(_process_group(group))
+    whole = _process_group(group)
     _refuse_together(whole, _gather(whole, [1, 0, 0]), f"{type(error).__name__}: {error}")
 
 
@@ -279,7 +305,8 @@ def _refuse_together(whole: dist.ProcessGroup, table: list[list[int]], reason: s
 
 
 def _gather(whole: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
-    mine = torch.tensor(numbers, dtype=torch.int64)
+    device = "cuda" if dist.get_backend(whole) == "nccl" else "cpu"
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     table = [torch.empty_like(mine) for _ in range(dist.get_world_size(whole))]
     try:
         dist.all_gather(table, mine, group=whole)
@@ -302,19 +329,6 @@ def _difference(whole: dist.ProcessGroup, said: list[dict[str, str]]) -> str:
                     f"{other.get(name)} on rank {ranks[1]}"
                 )
     return "all ranks must call the same loss"
-
-
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks over a backend that sends from host memory."""
-    return group if dist.get_backend(group) == "gloo" else _companion(group)
-
-
-@functools.cache
-def _companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:

@@ -48,7 +48,9 @@ def _reduce(pairs: Pairs, plan: Plan) -> Swept:
         return backend_of(pairs, plan).reduce(pairs, plan)
     like, k = pairs.rows.new_empty(0, dtype=pairs.dtype), num_stats(plan)
     wanted = plan.columns and not pairs.symmetric
-    return Swept(nothing(k, like, n), nothing(k, like, m) if wanted else like, like, like)
+    # Four tensors: an op's results may not share memory.
+    cols = nothing(k, like, m) if wanted else like.new_empty(0)
+    return Swept(nothing(k, like, n), cols, like.new_empty(0), like)
 
 
 def differentiate(
@@ -70,9 +72,13 @@ def differentiate(
         if visit.step:
             cols, d_cols = _vectors(pairs, visit)
             known, d_stats = known._replace(cols=cols, kept=cols[:0]), (upstream[0], d_cols)
-        share = 0.5 if pairs.symmetric and visit.step else 1.0
-        grads = _differentiate(_at(pairs, visit), plan, known, d_stats, needs)
-        visit.found = total.add(grads, share)
+        share = 1.0
+        if pairs.symmetric and visit.step:
+            # Whether a fixed offset held was found out for this rank's rows, not for the columns.
+            known, share = known._replace(memo=known.memo[:0]), 0.5
+        visit.found = total.add(
+            _differentiate(_at(pairs, visit), plan, known, d_stats, needs), share
+        )
     return total.grads(None if carry is None else carry.home)
 
 
@@ -119,7 +125,10 @@ def _ring(pairs: Pairs, plan: Plan) -> Ring:
 
 def _cargo(pairs: Pairs, *more: Tensor) -> Parts:
     """What of the columns travels: features, marks, and vectors (m, k)."""
-    return (pairs.columns, *(x for x in (pairs.col_ids, pairs.col_labels) if x is not None), *more)
+    marks = (x for x in (pairs.col_ids, pairs.col_labels) if x is not None)
+    # NCCL has no integers of 16 bits.
+    wide = (x if x.dtype == torch.int64 else x.int() for x in marks)
+    return (pairs.columns, *wide, *more)
 
 
 def _at(pairs: Pairs, visit: Visit) -> Pairs:

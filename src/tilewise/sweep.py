@@ -38,7 +38,8 @@ class SweepOptions(TypedDict, total=False):
     # The ranks whose columns all count: a ProcessGroup, or a DeviceMesh of one dimension. Without,
     # a loss is this process's own, however many there are.
     group: ring.Group | None
-    # How many columns each rank has, by its rank in the group: a promise that saves asking.
+    # How many columns (keys, texts, samples) each rank has, by its rank in the group: a promise
+    # that saves asking.
     sizes: Sequence[int]
 
 
@@ -193,14 +194,12 @@ def _with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
         return plan
     if plan.check_values or pairs.rows.device.type == "cpu":
         check_values(pairs)
+    backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
     # What is kept for the backward would be of some columns only.
     plan = plan._replace(group=ring.name_of(group), keep_bytes=0)
     if sizes is None:
         sizes = _opaque(ring.agree)(group, _facts(pairs, plan), pairs.shape[1])
-    elif len(sizes) != ring.world_size(group):
-        raise OptionError(
-            f"sizes must have one entry for each of {ring.world_size(group)} ranks, got {sizes}"
-        )
+    ring.check_sizes(group, sizes, pairs.shape[1])
     return plan._replace(sizes=list(sizes))
 
 

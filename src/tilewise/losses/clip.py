@@ -50,7 +50,7 @@ def clip_loss(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    image, text = check_sides("image", image, "text", text, empty="group" in how)
+    image, text = check_sides("image", image, "text", text, empty=how.get("group") is not None)
     if image.shape[0] != text.shape[0]:
         raise ShapeError(
             f"image and text must come in pairs, got {image.shape[0]} and {text.shape[0]} rows; "
@@ -58,7 +58,7 @@ def clip_loss(
         )
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, image.shape[0], image)
+    weight = weight_or_none(weight, image.shape[0], image, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, image)
     swept = reduce_pairs(
         image, text, scale, bias, ids=ids, labels=labels, sums=smoothing > 0, **how

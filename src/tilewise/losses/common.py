@@ -1,6 +1,7 @@
 """Arithmetic that the losses share, on what a sweep returns: O(N) and differentiable."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec
 
@@ -73,7 +74,6 @@ def aggregate(
         return loss
     summed = loss.sum(dtype=exact_dtype(loss))
     if group is not None:
-        check_fixed(weight, group)
         summed = summed * ring.world_size(group)
     if reduction == "mean":
         if weight is None:
@@ -83,35 +83,55 @@ def aggregate(
     return summed.to(loss.dtype)
 
 
-def check_fixed(weight: Tensor | None, group: ring.Group | None) -> None:
-    """Raise on a weight that wants a gradient where other ranks' sums would be in it."""
-    if group is not None and weight is not None and weight.requires_grad:
-        raise OptionError(
-            "weight must not require a gradient where there is a group, whose other ranks' losses "
-            "would be in it; pass weight.detach()"
-        )
-
-
 Args = ParamSpec("Args")
 
 
 def together(loss: Callable[Args, Tensor]) -> Callable[Args, Tensor]:
     """A loss whose refusal on one rank of its group is raised on all, so that none waits."""
+    signature = inspect.signature(loss)
 
-    @functools.wraps(loss)
     def run(*args: Args.args, **options: Args.kwargs) -> Tensor:
-        given: dict[str, Any] = options
-        if given.get("group") is None or given.get("sizes") is not None:
-            return loss(*args, **options)
+        given = signature.bind(*args, **options).arguments
+        call = ring.Call(_facts(loss.__name__, given))
+        token = ring.calling.set(call)
         try:
             return loss(*args, **options)
         except RingError:
             raise
         except TilewiseError as error:
-            ring.refuse(given["group"], error)
+            if given["how"].get("sizes") is None and not call.agreed:
+                ring.refuse(given["how"]["group"], error)
             raise
+        finally:
+            ring.calling.reset(token)
 
-    return run
+    @functools.wraps(loss)
+    def choose(*args: Args.args, **options: Args.kwargs) -> Tensor:
+        if options.get("group") is None:
+            return loss(*args, **options)
+        if torch.compiler.is_compiling():  # what goes round is nothing for a compiler
+            opaque: Any = torch.compiler.disable(run)
+            result: Tensor = opaque(*args, **options)
+            return result
+        return run(*args, **options)
+
+    return choose
+
+
+def _facts(name: str, given: dict[str, Any]) -> dict[str, object]:
+    """What decides how the ranks talk to each other."""
+    negatives, weight = given.get("negatives"), given.get("weight")
+    learnt = [key for key in ("scale", "temperature", "bias")
+              if isinstance(given.get(key), Tensor) and given[key].requires_grad]  # fmt: skip
+    return {
+        "loss": name,
+        "reduction": given.get("reduction", "mean"),
+        "weight": "none" if weight is None else "given",
+        "negatives": "none"
+        if negatives is None
+        else f"{getattr(negatives, 'ndim', '?')} dimensions",
+        "learnable numbers": learnt,
+    }
 
 
 def check_sides(
@@ -133,8 +153,15 @@ def check_reduction(reduction: str) -> None:
     check_choice("reduction", reduction, REDUCTIONS)
 
 
-def weight_or_none(weight: Tensor | None, size: int, like: Tensor) -> Tensor | None:
-    """A checked weight (size,), if there is one."""
+def weight_or_none(
+    weight: Tensor | None, size: int, like: Tensor, group: ring.Group | None = None
+) -> Tensor | None:
+    """A checked weight (size,), if there is one; with a group it must be a fixed one."""
+    if group is not None and isinstance(weight, Tensor) and weight.requires_grad:
+        raise OptionError(
+            "weight must not require a gradient where there is a group, whose other ranks' losses "
+            "would be in it; pass weight.detach()"
+        )
     return None if weight is None else check_weight(weight, size, like)
 
 

@@ -74,13 +74,14 @@ def info_nce(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    query, key = check_sides("query", query, "key", key, empty="group" in how)
+    query, key = check_sides("query", query, "key", key, empty=how.get("group") is not None)
     check_given("positives", positives)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, query.shape[0], query)
+    weight = weight_or_none(weight, query.shape[0], query, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, query)
-    hard = _hard_negatives(query, key, negatives, ids, negative_ids, "group" in how)
+    hard = _hard_negatives(query, key, negatives, ids, negative_ids, how.get("group") is not None)
+    shift = None if bias is None else as_scalar("bias", bias, query)
     stats = reduce_pairs(
         query, key, scale, positives=positives, ids=ids, labels=labels,
         columns=False, sums=smoothing > 0, **how,
@@ -91,8 +92,8 @@ def info_nce(
         else:
             more = _reduce_own(query, hard, scale)
         stats = _joined(stats, more)
-    if bias is not None:
-        stats = stats.with_bias(as_scalar("bias", bias, query))
+    if shift is not None:
+        stats = stats.with_bias(shift)
     loss = cross_entropy(
         stats, several=labels is not None, decoupled=decoupled, label_smoothing=smoothing
     )

@@ -169,4 +169,6 @@ def _check_options(loss: Callable[..., Tensor], options: dict[str, Any]) -> None
 
 def _with_world(options: dict[str, Any], world_size: int) -> dict[str, Any]:
     """The options of a loss, with all ranks as its group where there are several."""
-    return {"group": ring.world_of(world_size), **options} if world_size > 1 else options
+    if world_size == 1 or options.get("group") is not None:
+        return options
+    return {**options, "group": ring.world_of(world_size)}

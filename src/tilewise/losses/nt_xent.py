@@ -49,7 +49,9 @@ def nt_xent(
     Returns:
         A scalar, or (2N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    first, second = check_sides("first", first, "second", second, empty="group" in how)
+    first, second = check_sides(
+        "first", first, "second", second, empty=how.get("group") is not None
+    )
     if first.shape[0] != second.shape[0]:
         raise ShapeError(
             f"first and second must be two views of the same samples, got {first.shape[0]} and "
@@ -58,7 +60,7 @@ def nt_xent(
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
     n = first.shape[0]
-    weight = weight_or_none(weight, n, first)
+    weight = weight_or_none(weight, n, first, how.get("group"))
     if ids is not None:
         check_marks("ids", ids, (n,), first)
     if how.get("sizes") is not None:

@@ -10,7 +10,6 @@ from tilewise import ring
 from tilewise.losses.common import (
     Reduction,
     aggregate,
-    check_fixed,
     check_given,
     check_reduction,
     check_sides,
@@ -54,10 +53,10 @@ def siglip_loss(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    image, text = check_sides("image", image, "text", text, empty="group" in how)
+    image, text = check_sides("image", image, "text", text, empty=how.get("group") is not None)
     check_given("positives", positives)
     check_reduction(reduction)
-    weight = weight_or_none(weight, image.shape[0], image)
+    weight = weight_or_none(weight, image.shape[0], image, how.get("group"))
     scale = pick_scale(scale, temperature, 10.0, image)
     if reduction == "none":
         swept = reduce_pairs(
@@ -72,7 +71,6 @@ def siglip_loss(
     )
     group = how.get("group")
     if group is not None:
-        check_fixed(weight, group)
         summed = summed * ring.world_size(group)
     # Divided here and not in the weights, whose own rounding would be in every number.
     total = ring.add_up(weight.sum(), group)

@@ -48,11 +48,11 @@ def sup_con(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    check_features("features", features, empty="group" in how)
+    check_features("features", features, empty=how.get("group") is not None)
     check_marks("labels", labels, (features.shape[0],), features)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, features.shape[0], features)
+    weight = weight_or_none(weight, features.shape[0], features, how.get("group"))
     swept = reduce_pairs(
         features,
         None,
