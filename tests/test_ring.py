@@ -366,6 +366,10 @@ def mismatched(rank, kind):
         how["weight"] = torch.ones(size, requires_grad=odd)
     if kind == "backend":
         how["backend"] = "fused"
+    if kind == "sweep":
+        loss = tw.reduce_pairs
+        how["positives"] = torch.arange(size - odd)
+        how["columns"] = False
     if kind in ("negatives", "bias"):
         loss = tw.info_nce
         if odd:
@@ -397,6 +401,7 @@ MISMATCHES = {
     "backend": "refused: BackendError: backend 'fused' cannot run",
     "negatives": "same negatives, got none on rank 0 and 2 dimensions on rank 1",
     "bias": "rank 1 refused: OptionError: bias must be finite, got nan",
+    "sweep": "rank 1 refused: ShapeError: positives must have one entry for each feature vector",
     "scale": "same learnable numbers, got [] on rank 0 and ['scale'] on rank 1",
     "option": "rank 1 refused: OptionError: label_smoothing must be at least 0 and below 1, got 2",
 }
@@ -516,7 +521,9 @@ def fused_in_turn(rank):
     return found, more.detach(), torch.autograd.grad(more, [a, b])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is here, where test_gpu.py runs the kernels"
+)
 def test_the_fused_backend():
     """A fixed offset that holds for one rank's rows may not hold for the columns that pass by."""
     pytest.importorskip("triton")

@@ -1,7 +1,9 @@
 """The door: what people call, checked and handed to the ops."""
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from typing_extensions import Unpack
 from tilewise import autograd, backends, ring
 from tilewise.backends import fused
 from tilewise.backends.plan import PRECISIONS, Plan, Swept
-from tilewise.errors import DtypeError, OptionError
+from tilewise.errors import DtypeError, OptionError, RingError, TilewiseError
 from tilewise.pairs import (
     Both,
     Pairs,
@@ -53,6 +55,60 @@ class Reduced(NamedTuple):
     cols: Stats  # vectors (M,)
 
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def together(loss: Callable[Args, Result]) -> Callable[Args, Result]:
+    """What is refused on one rank of its group is raised on all, so that none waits."""
+    signature = inspect.signature(loss)
+
+    def run(*args: Args.args, **options: Args.kwargs) -> Result:
+        given = signature.bind(*args, **options).arguments
+        call = ring.Call(_said(loss.__name__, given))
+        token = ring.calling.set(call)
+        try:
+            return loss(*args, **options)
+        except RingError:
+            raise
+        except TilewiseError as error:
+            if given["how"].get("sizes") is None and not call.agreed:
+                ring.refuse(given["how"]["group"], error)
+            raise
+        finally:
+            ring.calling.reset(token)
+
+    @functools.wraps(loss)
+    def choose(*args: Args.args, **options: Args.kwargs) -> Result:
+        # Within another call, that one speaks for both.
+        if options.get("group") is None or ring.calling.get() is not None:
+            return loss(*args, **options)
+        if torch.compiler.is_compiling():  # what goes round is nothing for a compiler
+            opaque: Any = torch.compiler.disable(run)
+            result: Result = opaque(*args, **options)
+            return result
+        return run(*args, **options)
+
+    return choose
+
+
+def _said(name: str, given: dict[str, Any]) -> dict[str, object]:
+    """What decides how the ranks talk to each other."""
+    negatives, weight = given.get("negatives"), given.get("weight")
+    learnt = [key for key in ("scale", "temperature", "bias")
+              if isinstance(given.get(key), Tensor) and given[key].requires_grad]  # fmt: skip
+    return {
+        "loss": name,
+        "reduction": given.get("reduction", "mean"),
+        "weight": "none" if weight is None else "given",
+        "negatives": "none"
+        if negatives is None
+        else f"{getattr(negatives, 'ndim', '?')} dimensions",
+        "learnable numbers": learnt,
+    }
+
+
+@together
 def reduce_pairs(
     rows: Tensor,
     cols: Tensor | None,
@@ -119,6 +175,7 @@ def reduce_pairs(
     return _reduced(pairs, (rows_only, rows_only.new_empty(0)), shift)
 
 
+@together
 def weigh_pairs(
     rows: Tensor,
     cols: Tensor,
@@ -198,7 +255,7 @@ def _with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     # What is kept for the backward would be of some columns only.
     plan = plan._replace(group=ring.name_of(group), keep_bytes=0)
     if sizes is None:
-        sizes = _opaque(ring.agree)(group, _facts(pairs, plan), pairs.shape[1])
+        sizes = ring.agree(group, _facts(pairs, plan), pairs.shape[1])
     ring.check_sizes(group, sizes, pairs.shape[1])
     return plan._replace(sizes=list(sizes))
 
@@ -225,14 +282,7 @@ def _dtype_or_none(marks: Tensor | None) -> object:
 
 
 def _reduce(pairs: Pairs, plan: Plan) -> Swept:
-    reduce = _opaque(autograd.reduce) if plan.group else autograd.reduce
-    return Swept(*reduce(*pairs, *plan))
-
-
-def _opaque(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What goes round is nothing for a compiler, which is loaded (in seconds) if it is used."""
-    made: Any = torch.compiler.disable(call) if torch.compiler.is_compiling() else call
-    return made  # type: ignore[no-any-return]
+    return Swept(*autograd.reduce(*pairs, *plan))
 
 
 def _check_keep(keep_mib: float | str) -> None:

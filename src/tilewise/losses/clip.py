@@ -11,11 +11,10 @@ from tilewise.losses.common import (
     check_sides,
     cross_entropy,
     pick_scale,
-    together,
     weight_or_none,
 )
 from tilewise.pairs import Both, check_fraction
-from tilewise.sweep import SweepOptions, reduce_pairs
+from tilewise.sweep import SweepOptions, reduce_pairs, together
 
 
 @together

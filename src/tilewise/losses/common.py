@@ -1,16 +1,13 @@
 """Arithmetic that the losses share, on what a sweep returns: O(N) and differentiable."""
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, Literal, ParamSpec
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tilewise import ring
-from tilewise.errors import OptionError, RingError, TilewiseError
+from tilewise.errors import OptionError
 from tilewise.pairs import (
     accumulate_dtype,
     as_scalar,
@@ -81,57 +78,6 @@ def aggregate(
         total = ring.add_up((counts * weight).sum(dtype=summed.dtype), group)
         summed = summed / torch.where(total == 0, 1.0, total)
     return summed.to(loss.dtype)
-
-
-Args = ParamSpec("Args")
-
-
-def together(loss: Callable[Args, Tensor]) -> Callable[Args, Tensor]:
-    """A loss whose refusal on one rank of its group is raised on all, so that none waits."""
-    signature = inspect.signature(loss)
-
-    def run(*args: Args.args, **options: Args.kwargs) -> Tensor:
-        given = signature.bind(*args, **options).arguments
-        call = ring.Call(_facts(loss.__name__, given))
-        token = ring.calling.set(call)
-        try:
-            return loss(*args, **options)
-        except RingError:
-            raise
-        except TilewiseError as error:
-            if given["how"].get("sizes") is None and not call.agreed:
-                ring.refuse(given["how"]["group"], error)
-            raise
-        finally:
-            ring.calling.reset(token)
-
-    @functools.wraps(loss)
-    def choose(*args: Args.args, **options: Args.kwargs) -> Tensor:
-        if options.get("group") is None:
-            return loss(*args, **options)
-        if torch.compiler.is_compiling():  # what goes round is nothing for a compiler
-            opaque: Any = torch.compiler.disable(run)
-            result: Tensor = opaque(*args, **options)
-            return result
-        return run(*args, **options)
-
-    return choose
-
-
-def _facts(name: str, given: dict[str, Any]) -> dict[str, object]:
-    """What decides how the ranks talk to each other."""
-    negatives, weight = given.get("negatives"), given.get("weight")
-    learnt = [key for key in ("scale", "temperature", "bias")
-              if isinstance(given.get(key), Tensor) and given[key].requires_grad]  # fmt: skip
-    return {
-        "loss": name,
-        "reduction": given.get("reduction", "mean"),
-        "weight": "none" if weight is None else "given",
-        "negatives": "none"
-        if negatives is None
-        else f"{getattr(negatives, 'ndim', '?')} dimensions",
-        "learnable numbers": learnt,
-    }
 
 
 def check_sides(

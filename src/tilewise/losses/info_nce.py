@@ -17,7 +17,6 @@ from tilewise.losses.common import (
     check_sides,
     cross_entropy,
     pick_scale,
-    together,
     weight_or_none,
 )
 from tilewise.pairs import (
@@ -31,7 +30,7 @@ from tilewise.pairs import (
     check_match,
 )
 from tilewise.reductions import INFINITY, Stats, log_add
-from tilewise.sweep import SweepOptions, reduce_pairs
+from tilewise.sweep import SweepOptions, reduce_pairs, together
 
 
 @together

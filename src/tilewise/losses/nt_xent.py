@@ -12,11 +12,10 @@ from tilewise.losses.common import (
     check_sides,
     cross_entropy,
     pick_scale,
-    together,
     weight_or_none,
 )
 from tilewise.pairs import check_fraction, check_marks
-from tilewise.sweep import SweepOptions, reduce_pairs
+from tilewise.sweep import SweepOptions, reduce_pairs, together
 
 
 @together

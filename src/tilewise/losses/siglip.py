@@ -14,11 +14,10 @@ from tilewise.losses.common import (
     check_reduction,
     check_sides,
     pick_scale,
-    together,
     weight_or_none,
 )
 from tilewise.pairs import Both, accumulate_dtype
-from tilewise.sweep import SweepOptions, reduce_pairs, weigh_pairs
+from tilewise.sweep import SweepOptions, reduce_pairs, together, weigh_pairs
 
 
 @together

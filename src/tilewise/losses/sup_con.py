@@ -9,11 +9,10 @@ from tilewise.losses.common import (
     check_reduction,
     cross_entropy,
     pick_scale,
-    together,
     weight_or_none,
 )
 from tilewise.pairs import check_features, check_fraction, check_marks
-from tilewise.sweep import SweepOptions, reduce_pairs
+from tilewise.sweep import SweepOptions, reduce_pairs, together
 
 
 @together
