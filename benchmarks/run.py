@@ -249,7 +249,9 @@ def check_tests(cuda: bool) -> None:
         raise RedTestsError(f"nothing is measured, the tests are red:\n{tail}")
 
 
-def provenance(device: torch.device, arguments: Sequence[str], tests: str) -> dict[str, str]:
+def provenance(
+    device: torch.device, arguments: Sequence[str], tests: str, script: str = "run.py"
+) -> dict[str, str]:
     """Where, when and with what the rows were measured."""
     machine = measure.machine()
     return {
@@ -261,7 +263,7 @@ def provenance(device: torch.device, arguments: Sequence[str], tests: str) -> di
         "python": machine.python,
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/run.py", *arguments]),
+        "command": shlex.join(["python", f"benchmarks/{script}", *arguments]),
     }
 
 

@@ -69,7 +69,7 @@ VARIANTS = {
 VECTORS = {
     "measure": {"KIND": INDEX, "BLOCK": 32, "TD": 64},
     "begin": {"BLOCK": 1024},
-    "scaled": {"BLOCK": 2048},
+    "scaled": {"ADD": True, "BLOCK": 2048},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
                "PARTS": 64, "BLOCK": 32},
     "finish_marked": {

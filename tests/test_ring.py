@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tilewise as tw
 from ranks import run
-from tilewise import ring, rounds
+from tilewise import groups, ring, rounds
 from tilewise.backends import fused
+from tilewise.measure import peak_bytes
 
 WORLDS = {
     1: [[4]],
@@ -98,6 +99,7 @@ def shares(rank, cases, slice_bytes):
     """What each case gives this rank."""
     if slice_bytes:
         ring.SLICE_BYTES = slice_bytes
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if dist.get_world_size() % 2 else "2"
     found = []
     for name, sizes, options in cases:
         start = sum(sizes[:rank])
@@ -120,13 +122,19 @@ def whole(name, sizes, parts):
 @pytest.mark.parametrize("world", WORLDS)
 def test_equals_one_process(world):
     """R11: float64, even, uneven and empty ranks."""
-    names = LOSSES if world < 5 else ("clip", "clip-labels", "siglip", "nt_xent", "sup_con")
-    cases = [(name, sizes, {}) for sizes in WORLDS[world] for name in names]
+    few = ("clip", "clip-labels", "siglip", "nt_xent", "sup_con")
+    cases = [
+        (name, sizes, {"schedule": schedule})
+        for sizes in WORLDS[world]
+        for schedule in ("ring", "two-level", "gather")
+        for name in (LOSSES if world < 5 and schedule == "ring" else few)
+    ]
     cases += [("clip", WORLDS[world][0], {"freeze": freeze}) for freeze in ((0,), (1,))]
     parts = run(shares, world, cases, TINY)
     for i, (name, sizes, options) in enumerate(cases):
         got = whole(name, sizes, [part[i] for part in parts])
         turns = {"turns": sizes} if name == "info_nce-index" else {}
+        options.pop("schedule", None)
         alone = step(name, 0, sum(sizes), sum(sizes), **options, **turns)
         for x, y in zip(got, alone, strict=True):
             assert torch.allclose(x, y, rtol=1e-12, atol=1e-13), (name, sizes, options, x - y)
@@ -141,9 +149,14 @@ def halves(rank, cases):
 def test_as_exact_as_one_process(dtype):
     """Three ranks are off by no more than twice what one process is, and a rounding."""
     sizes = [40, 0, 57]
-    cases = [(name, sizes, {"dtype": dtype}) for name in ("clip", "siglip", "nt_xent", "sup_con")]
+    cases = [
+        (name, sizes, {"dtype": dtype, "schedule": schedule})
+        for name in ("clip", "siglip", "nt_xent", "sup_con")
+        for schedule in ("ring", "gather")
+    ]
     parts = run(halves, 3, cases)
     for i, (name, _, options) in enumerate(cases):
+        options.pop("schedule")
         # Averaged in double: in bf16 a third of a gradient is not the gradient of a third.
         got = whole(name, sizes, [[x.double() for x in part[i]] for part in parts])
         alone = step(name, 0, 97, 97, **options)
@@ -194,10 +207,18 @@ def with_modules(rank):
     a, b = features(6)[:, 3 * rank : 3 * rank + 3]
     s = torch.tensor(5.0, dtype=torch.float64)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    nodes = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("node", "rank"))
     plain = tw.clip_loss(a, b, s, group=dist.group.WORLD)
     module = tw.ClipLoss(rank=rank, world_size=2)(a, b, s)
     assert torch.equal(plain, module)
     assert torch.equal(plain, tw.clip_loss(a, b, s, group=mesh))
+    for schedule in ("two-level", "ring"):
+        again = tw.clip_loss(a, b, s, group=nodes, schedule=schedule)
+        assert torch.allclose(plain, again, rtol=1e-12)
+    assert groups.nodes_of(nodes) == [0, 1]
+    unnamed = dist.device_mesh.init_device_mesh("cpu", (2, 1))
+    with pytest.raises(tw.OptionError, match="must have one dimension, or two with names"):
+        tw.clip_loss(a, b, s, group=unnamed)
     assert torch.equal(
         tw.siglip_loss(a, b, s, group=dist.group.WORLD),
         tw.SigLipLoss(rank=rank, world_size=2)(a, b, s, torch.tensor(-10.0).double()),
@@ -220,12 +241,15 @@ def test_modules_and_meshes():
 
 
 def odd_calls(rank):
-    """No rows anywhere, a wrong promise, a compiled loss."""
+    """No rows anywhere, a wrong promise, a compiled loss, uneven nodes."""
     group = {"group": dist.group.WORLD}
     a, b = features(6)[:, 3 * rank : 3 * rank + 3]
-    for name in LOSSES:
-        loss = step(name, 0, 0, 0, **group)[0]
+    for name, schedule in itertools.product(LOSSES, ("auto", "ring", "gather")):
+        loss = step(name, 0, 0, 0, schedule=schedule, **group)[0]
         assert float(loss) == 0, name
+    assert "estimated ring" in str(tw.explain_schedule(a, b, **group))
+    with pytest.raises(tw.RingError, match="schedule must be one of"):
+        tw.clip_loss(a, b, 5.0, schedule="tree", **group)
     with pytest.raises(tw.OptionError, match="one entry for each of 2 ranks, 3 for rank"):
         tw.clip_loss(a, b, 5.0, sizes=[2, 2], **group)
     plain = tw.clip_loss(a, b, 5.0, **group)
@@ -244,7 +268,7 @@ def test_a_group_needs_torch_distributed():
     a, b = features(6)
     with pytest.raises(tw.OptionError, match="which is not initialised"):
         tw.clip_loss(a, b, 5.0, group="world")
-    with pytest.raises(tw.OptionError, match="sizes are those of the ranks of a group"):
+    with pytest.raises(tw.OptionError, match="sizes= is about the ranks of a group"):
         tw.clip_loss(a, b, 5.0, sizes=[6])
 
 
@@ -326,12 +350,43 @@ def bytes_sent(rank, sizes, options):
 def test_bytes():
     """Features in their dtype and 5 numbers a column forward; those, 10 more and fp32 gradients."""
     n, d, world = 6, 8, 3
-    for forward, backward in run(bytes_sent, world, [n] * world, {}):
+    ring = {"schedule": "ring"}
+    for forward, backward in run(bytes_sent, world, [n] * world, ring):
         assert forward == (world - 1) * n * d * 4 + world * n * 5 * 4
         assert backward == (world - 1) * n * (d * 4 + 10 * 4) + world * n * d * 4
-    for forward, backward in run(bytes_sent, world, [n] * world, {"freeze": (1,)}):
+    for forward, backward in run(bytes_sent, world, [n] * world, {"freeze": (1,), **ring}):
         assert forward == (world - 1) * n * d * 4 + world * n * 5 * 4
         assert backward == (world - 1) * n * (d * 4 + 10 * 4), "a frozen side gets no gradient"
+    for forward, backward in run(bytes_sent, world, [n] * world, {"schedule": "gather"}):
+        assert forward == (world - 1) * n * (d * 4 + 5 * 4)
+        assert backward == (world - 1) * n * (d * 4 + 10 * 4 + d * 4)
+
+
+# Memory
+
+
+def peaks(rank, schedule):
+    """Bytes above inputs and gradients that one more number on each side takes."""
+    ring.SLICE_BYTES = 2**20
+    found, d = [], 8192
+    for n in (512, 2048):
+        a, b = torch.randn(2, n, d, generator=torch.Generator().manual_seed(0)).bfloat16()
+        a, b = a.requires_grad_(), b.requires_grad_()
+        how = {"group": dist.group.WORLD, "schedule": schedule, "workspace_mib": 32}
+
+        def step(a=a, b=b, how=how):
+            a.grad = b.grad = None
+            tw.clip_loss(a, b, 0.01, **how).backward()
+
+        found.append(peak_bytes(step, torch.device("cpu")) - 2 * a.numel() * 2)
+    return (found[1] - found[0]) / (d * (2048 - 512))
+
+
+def test_memory():
+    """A feature block, and fp32 sums of the rows and of a block, which in the end are gradients."""
+    assert run(peaks, 2, "ring")[0] <= 2 + 4 + 4 - 2 * 2 + 0.2
+    # All of both, what comes home, and the rows' own; and gloo's copy of all gradients.
+    assert run(peaks, 2, "gather")[0] <= 2 * (2 + 4) + 4 + 4 + 2 * 4 - 2 * 2 + 0.2
 
 
 # Faults. On a busy machine these bounds only say that no rank waited for the group's timeout of a
@@ -430,7 +485,7 @@ def check_mismatches(seconds):
         assert max(part[kind][1] for part in parts) < seconds, kind
 
 
-def dying(rank, hop, backward, how):
+def dying(rank, hop, backward, how, schedule="ring"):
     """Rank 1 is killed or stopped at a hop. What the others say, and how long they waited."""
     hops = 0
     plain = ring.Ring.exchange
@@ -444,12 +499,13 @@ def dying(rank, hop, backward, how):
         return plain(self, *args)
 
     a, b = (x.requires_grad_() for x in features(12)[:, 3 * rank : 3 * rank + 3])
-    tw.clip_loss(a, b, 5.0, group=dist.group.WORLD).backward()  # imports and connections
+    how_sent = {"group": dist.group.WORLD, "schedule": schedule}
+    tw.clip_loss(a, b, 5.0, **how_sent).backward()  # imports and connections
     if not backward:
         ring.Ring.exchange = exchange
     start = time.perf_counter()
     try:
-        loss = tw.clip_loss(a, b, 5.0, group=dist.group.WORLD)
+        loss = tw.clip_loss(a, b, 5.0, **how_sent)
         ring.Ring.exchange = exchange
         start = time.perf_counter()
         loss.backward()

@@ -1,6 +1,8 @@
 """Contrastive learning at near-infinite batch size: exact losses without the B x B matrix."""
 
+from tilewise.agreement import explain_schedule
 from tilewise.backends import Choice
+from tilewise.costs import Schedule
 from tilewise.errors import (
     BackendError,
     DeviceError,
@@ -50,6 +52,7 @@ __all__ = [
     "OptionError",
     "Reduced",
     "RingError",
+    "Schedule",
     "ShapeError",
     "SigLipLoss",
     "Stats",
@@ -58,6 +61,7 @@ __all__ = [
     "clip_loss",
     "explain_backend",
     "explain_keep",
+    "explain_schedule",
     "info_nce",
     "nt_xent",
     "reduce_pairs",

@@ -25,7 +25,8 @@ PAIRS = (
 )
 PLAN = (
     "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values, "
-    "str precision, int keep_bytes, bool scaled, bool wide, str group, int[] sizes"
+    "str precision, int keep_bytes, bool scaled, bool wide, str group, int[] sizes, "
+    "int[] nodes"
 )
 NEEDS = "bool rows_need, bool cols_need, bool scale_needs, bool bias_needs"
 NUM_PAIRS, NUM_PLAN = len(Pairs._fields), len(Plan._fields)

@@ -1,14 +1,14 @@
-"""Every rank's columns pass by once, slice by slice, the next one in flight: all that is sent.
+"""Every rank's columns pass by once, the next ones in flight: all that is sent.
 
-Rows stay. At step t a rank looks at the columns of the rank t places before it in the circle and
-hands them on to the next. What is found out about them (their sums, their gradients) follows a
-slice behind and is home after the last step. Alone, a ring is its own columns and nothing else.
+Rows stay. In a ring columns go from rank to rank slice by slice, and what is found out about them
+(their sums, their gradients) follows a slice behind and is home after the last step. Gathered, all
+columns come at once, and what is found out about them goes home at once. Alone, a ring is its own
+columns and nothing else.
 """
 
 from __future__ import annotations  # a torch without torch.distributed has not all these names
 
-import contextvars
-import zlib
+import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,22 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.errors import OptionError, RingError
+from tilewise.errors import RingError
+from tilewise.groups import Group
+from tilewise.routes import route_of
 from tilewise.tiles import spans
 
-Group = Any  # a ProcessGroup, or a DeviceMesh of one dimension
 Parts = tuple[Tensor, ...]
 
-# Of columns that are on their way at a time.
-SLICE_BYTES = 2**26
+# Of columns that are on their way at a time: so many bytes at least, or a part of all.
+SLICE_BYTES = 2**24
+NUM_SLICES = 16
 
 
 @dataclass
 class Visit:
-    """Some columns of one rank, passing by."""
+    """Some columns, passing by."""
 
-    step: int  # 0: this rank's own, all of them at once
-    span: slice  # which of their owner's
+    own: bool  # this rank's, all of them at once: always the first
     cargo: Parts  # tensors (m, ...)
     found: Tensor | None = None  # about them, to be filled in where there is a `Carry`
 
@@ -43,7 +44,8 @@ class Carry:
 
     like: Tensor  # an empty one
     join: Callable[[Tensor, Tensor], Tensor]  # what came along, and what was found here
-    home: Tensor | None = None  # about this rank's own columns, once all have passed
+    adds: bool = False  # whether joining is adding
+    home: list[Tensor] = field(default_factory=list)  # about one's own, once all have passed
 
 
 @dataclass
@@ -57,47 +59,73 @@ class Message:
 
     def wait(self) -> Parts:
         """What came; raises if a neighbour does not answer."""
-        try:
-            for work in self.works:
-                work.wait()
-        except RuntimeError as error:
-            raise RingError(f"{self.names}: {error}") from error
-        self.works, self.sent = (), ()
+        self.release()
         return self.received
+
+    def release(self) -> Parts:
+        """The memory of what was sent, free again once it has left."""
+        _watched(self.names, lambda: [work.wait() for work in self.works])
+        sent, self.works, self.sent = self.sent, (), ()
+        return sent
 
 
 class Ring:
-    """The ranks of a group in a circle."""
+    """The ranks of a group in a circle, or in one of circles."""
 
-    def __init__(self, group: Group | None, sizes: Sequence[int]) -> None:
-        """`sizes`: how many columns each rank has, by its rank in the group."""
+    def __init__(self, group: Group | None, sizes: Sequence[int], nodes: Sequence[int]) -> None:
+        """`sizes`: how many columns each rank has; `nodes`: which it is on; by rank in the group.
+
+        Without nodes columns do not go round but are gathered.
+        """
         self.group: Group = group
-        self.sizes = list(sizes)
+        self.sizes, self.nodes = list(sizes), tuple(nodes)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = len(self.sizes)
         self.sent_bytes = 0
 
     def visits(self, cargo: Parts, carry: Carry | None = None) -> Iterator[Visit]:
         """This rank's own columns, tensors (m, ...), and then the others', in slices."""
-        return _Passage(self, cargo, carry).visits()
+        way = _Passage if self.nodes else _Gathering
+        return way(self, cargo, carry).visits()
 
-    def exchange(self, to_send: Sequence[Tensor], to_fill: Sequence[Tensor]) -> Message:
-        """Send to the next rank and receive from the one before, in the background."""
+    def height(self, features: Tensor) -> int:
+        """Of a slice: by what all ranks know, so that all ways round are cut alike.
+
+        A power of two, so that tiles of any size fit.
+        """
+        if self.world == 1:
+            return max(1, self.sizes[0])
+        least = SLICE_BYTES // (features.element_size() * features.shape[1])
+        return 1 << max(least, max(self.sizes) // NUM_SLICES, 1).bit_length() - 1
+
+    def exchange(
+        self, ranks: tuple[int, int], to_send: Sequence[Tensor], to_fill: Sequence[Tensor]
+    ) -> Message:
+        """Send to one rank and receive from another, in the background."""
         if self.world == 1:
             return Message(tuple(to_send))
-        after, before = (
-            dist.get_global_rank(self.group, (self.rank + k) % self.world) for k in (1, -1)
-        )
+        after, before = (dist.get_global_rank(self.group, rank) for rank in ranks)
         sent = tuple(x.contiguous() for x in to_send if x.numel())
         operations = [dist.P2POp(dist.isend, x, after, self.group) for x in sent]
         operations += [dist.P2POp(dist.irecv, x, before, self.group) for x in to_fill if x.numel()]
-        self.sent_bytes += sum(x.numel() * x.element_size() for x in sent)
+        self.sent_bytes += sum(map(_bytes, sent))
         names = (
             f"rank {dist.get_rank()} sent to rank {after} and waited for rank {before}, and one of "
             "them did not answer; look at what it printed, and start all ranks again"
         )
-        works = _post(operations, names)
+        works = _watched(names, lambda: dist.batch_isend_irecv(operations) if operations else [])
         return Message(tuple(to_fill), sent, works, names)
+
+    def collect(self, call: Callable[..., Any], size: int, x: Tensor) -> Message:
+        """A collective of all ranks that makes (size, ...) of x, in the background."""
+        out = x.new_empty(size, *x.shape[1:])
+        names = (
+            f"rank {dist.get_rank()} waited for all ranks, and one did not answer; look at what "
+            "the others printed, and start all ranks again"
+        )
+        self.sent_bytes += max(_bytes(x), _bytes(out)) // self.world * (self.world - 1)
+        work = _watched(names, lambda: call(out, x, group=self.group, async_op=True))
+        return Message((out,), (x,), [work], names)
 
 
 class _Passage:
@@ -105,20 +133,18 @@ class _Passage:
 
     def __init__(self, ring: Ring, cargo: Parts, carry: Carry | None) -> None:
         self.ring, self.cargo, self.carry = ring, cargo, carry
-        # By the features alone, so that all ways round are cut alike.
-        height = max(1, SLICE_BYTES // (cargo[0].element_size() * cargo[0].shape[1]))
-        if ring.world == 1:
-            height = max(1, ring.sizes[0])
-        cut = [[slice(*span) for span in spans(size, height)] for size in ring.sizes]
-        self.cuts = [cut[(ring.rank - step) % ring.world] for step in range(ring.world + 1)]
+        self.route = route_of(ring.rank, ring.nodes)
+        cut = [[slice(*span) for span in spans(size, ring.height(cargo[0]))] for size in ring.sizes]
+        self.cuts = [cut[owner] for owner in self.route.owners]
+        self.spare: list[Tensor] = []  # of which what was found has left
+        self.leaving: list[Message] = []
 
     def visits(self) -> Iterator[Visit]:
         here, behind = yield from self._stay()
         for step in range(1, self.ring.world):
             here, behind = yield from self._pass(step, here, behind)
         if self.carry is not None:
-            parts = [part for message in behind for part in message.wait()]
-            self.carry.home = parts[0] if len(parts) == 1 else torch.cat([*parts, self.carry.like])
+            self.carry.home = [part for message in behind for part in message.wait()]
 
     def _stay(self) -> Step:
         """Look at one's own columns while they set out."""
@@ -126,28 +152,30 @@ class _Passage:
         count = max(len(mine), len(coming))
         here = [tuple(x[cut] for x in self.cargo) for cut in mine]
         ahead = [self._hand_on(0, here[k : k + 1], k) for k in range(count)]
-        visit = Visit(0, slice(0, self.ring.sizes[self.ring.rank]), self.cargo)
+        visit = Visit(True, self.cargo)
         yield visit
         found = [] if visit.found is None else [visit.found[cut] for cut in mine]
-        behind = [self._follow(0, found[k : k + 1], k) for k in range(count)]
-        visit.found = None
+        visit.found, behind = None, list[Message]()
+        for k in range(count):
+            self._follow(0, found[k : k + 1], behind)
         return _arrived(ahead, coming), behind
 
     def _pass(self, step: int, here: list[Parts], behind: list[Message]) -> Step:
         """Look at another's columns, slice by slice, while they and the next ones move on."""
         mine, coming = self.cuts[step : step + 2]
-        ahead, following = [], []
+        ahead, following = list[Message](), list[Message]()
         for k in range(max(len(mine), len(coming))):
             ahead.append(self._hand_on(step, here[k : k + 1], k))
             found = []
             if k < len(mine):
-                visit = Visit(step, mine[k], here[k])
+                visit = Visit(False, here[k])
                 yield visit
                 if self.carry is not None and visit.found is not None:
-                    found = [self.carry.join(behind[k].wait()[0], visit.found)]
+                    self.spare += behind[k].release()
+                    found = [self.carry.join(behind[k].received[0], visit.found)]
                 # Nothing of it is needed any more.
                 behind[k : k + 1], visit.found, here[k] = [Message(())], None, ()
-            following.append(self._follow(step, found, k))
+            self._follow(step, found, following)
             # Once it has left, its memory is free for the slice after the next.
             ahead[k].wait()
         # Those without an answer too: what is dropped before it has left is lost.
@@ -158,18 +186,35 @@ class _Passage:
         """Send slice k of the columns that are here, receive that of the next."""
         if step == self.ring.world - 1:  # what would come next is one's own
             return Message(())
-        coming = self.cuts[step + 1][k : k + 1]
         return self.ring.exchange(
-            [x for part in parts for x in part], [x for cut in coming for x in self._empty(cut)]
+            self._neighbours(step),
+            [x for part in parts for x in part],
+            [x for cut in self.cuts[step + 1][k : k + 1] for x in self._empty(cut)],
         )
 
-    def _follow(self, step: int, found: list[Tensor], k: int) -> Message:
-        """Send what was found about slice k, receive what was about that of the next."""
+    def _follow(self, step: int, found: list[Tensor], following: list[Message]) -> None:
+        """Send what was found about a slice, receive what was about that of the next."""
         if self.carry is None:
-            return Message(())
-        like, coming = self.carry.like, self.cuts[step + 1][k : k + 1]
-        to_fill = [like.new_empty(_length(cut), *like.shape[1:]) for cut in coming]
-        return self.ring.exchange(found, to_fill)
+            following.append(Message(()))
+            return
+        # Two are on their way; what comes takes the place of what has left before.
+        if len(self.leaving) == 2:
+            self.spare += self.leaving.pop(0).release()
+        k = len(following)
+        to_fill = [self._slot(_length(cut)) for cut in self.cuts[step + 1][k : k + 1]]
+        following.append(self.ring.exchange(self._neighbours(step), found, to_fill))
+        self.leaving.append(following[-1])
+
+    def _slot(self, size: int) -> Tensor:
+        """Memory for what was found about so many columns: the smallest that is free, or new."""
+        assert self.carry is not None
+        fits = [i for i, spare in enumerate(self.spare) if len(spare) >= size]
+        if fits:
+            return self.spare.pop(min(fits, key=lambda i: len(self.spare[i])))[:size]
+        return self.carry.like.new_empty(size, *self.carry.like.shape[1:])
+
+    def _neighbours(self, step: int) -> tuple[int, int]:
+        return self.route.after[step], self.route.before[step]
 
     def _empty(self, cut: slice) -> Parts:
         return tuple(x.new_empty(_length(cut), *x.shape[1:]) for x in self.cargo)
@@ -183,169 +228,91 @@ def _arrived(messages: list[Message], cuts: list[slice]) -> list[Parts]:
     return [message.wait() for message in messages][: len(cuts)]
 
 
-def _length(cut: slice) -> int:
-    return int(cut.stop - cut.start)
+class _Gathering:
+    """All columns at once, each rank's in a room of the same height."""
+
+    def __init__(self, ring: Ring, cargo: Parts, carry: Carry | None) -> None:
+        self.ring, self.cargo, self.carry = ring, cargo, carry
+        self.height = max(ring.sizes)
+        self.own = slice(ring.rank * self.height, ring.rank * self.height + len(cargo[0]))
+        self.found: Tensor | None = None  # about all columns (W height, ...)
+
+    def visits(self) -> Iterator[Visit]:
+        ring, size = self.ring, self.ring.world * self.height
+        coming = [ring.collect(_all_gather(), size, self._padded(x)) for x in self.cargo]
+        if self.carry is not None:
+            self.found = self.carry.like.new_zeros(size, *self.carry.like.shape[1:])
+        yield from self._show(Visit(True, self.cargo), self.own)
+        everyone = [coming.pop(0).wait()[0] for _ in self.cargo]
+        for cut in self._others():
+            yield from self._show(Visit(False, tuple(x[cut] for x in everyone)), cut)
+        del everyone
+        if self.carry is not None:
+            self.carry.home = [self._bring_home(self.carry)[: len(self.cargo[0])]]
+
+    def _show(self, visit: Visit, cut: slice) -> Iterator[Visit]:
+        yield visit
+        if self.found is not None and visit.found is not None:
+            self.found[cut] = visit.found
+
+    def _others(self) -> Iterator[slice]:
+        """Runs of others' columns without a gap, in slices."""
+        ring, runs = self.ring, list[tuple[int, int]]()
+        for rank, size in enumerate(ring.sizes):
+            start = rank * self.height
+            if rank == ring.rank or not size:
+                continue
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, rank * self.height + size))
+        for start, stop in runs:
+            for first, last in spans(stop - start, ring.height(self.cargo[0])):
+                yield slice(start + first, start + last)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self.height - len(x)
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x.contiguous()
+
+    def _bring_home(self, carry: Carry) -> Tensor:
+        """What all ranks found about this one's columns (height, ...)."""
+        assert self.found is not None
+        if carry.adds:
+            return self.ring.collect(_reduce_scatter(), self.height, self.found).wait()[0]
+        every = self.ring.collect(dist.all_to_all_single, len(self.found), self.found).wait()[0]
+        first, *others = torch.split(every, self.height)
+        return functools.reduce(carry.join, others, first)
 
 
-def _post(operations: list[dist.P2POp], names: str) -> Sequence[dist.Work]:
+def _all_gather() -> Callable[..., Any]:
+    """Under the name that this torch has for it."""
+    new: Any = getattr(dist, "all_gather_single", None)
+    return new or dist.all_gather_into_tensor
+
+
+def _reduce_scatter() -> Callable[..., Any]:
+    new: Any = getattr(dist, "reduce_scatter_single", None)
+    return new or dist.reduce_scatter_tensor
+
+
+def _watched(names: str, call: Callable[[], Any]) -> Any:
+    """What a call returns; an error of torch.distributed becomes one that says who was missing."""
     try:
-        return dist.batch_isend_irecv(operations) if operations else ()
+        return call()
     except RuntimeError as error:
         raise RingError(f"{names}: {error}") from error
 
 
-# Groups, and what their ranks agree on
+def _length(cut: slice) -> int:
+    return int(cut.stop - cut.start)
 
 
-def name_of(group: Group | None) -> str:
-    """The name under which an op finds a group again; "" for none."""
-    if group is None:
-        return ""
-    group = _process_group(group)
-    if dist.get_rank(group) < 0:
-        raise OptionError(f"group must have this rank in it, got one without {dist.get_rank()}")
-    return str(group.group_name)
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
-def ring_of(name: str, sizes: Sequence[int]) -> Ring:
-    """The ring of a group by its name."""
+def ring_of(name: str, sizes: Sequence[int], nodes: Sequence[int]) -> Ring:
+    """The ring of a group by its name; "" for none."""
     if not name:
-        return Ring(None, sizes)
+        return Ring(None, sizes, [0])
     find: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
-    return Ring(find(name), sizes)
-
-
-def world_size(group: Group | None) -> int:
-    """How many ranks."""
-    return 1 if group is None else dist.get_world_size(_process_group(group))
-
-
-def world() -> Group:
-    """All ranks."""
-    return _process_group(dist.group.WORLD)
-
-
-def world_of(count: int) -> Group:
-    """All ranks, of which there must be so many: what open_clip's modules are told."""
-    if dist.get_world_size(world()) != count:
-        raise OptionError(
-            f"world_size must be that of torch.distributed, {dist.get_world_size()}, got {count}; "
-            "pass group= for a part of the ranks"
-        )
-    return world()
-
-
-def add_up(number: Tensor, group: Group | None) -> Tensor:
-    """A number summed over the ranks of a group; without gradient."""
-    if group is None:
-        return number
-    number = number.detach().clone()
-    try:
-        dist.all_reduce(number, group=_process_group(group))
-    except RuntimeError as error:
-        raise RingError(
-            f"rank {dist.get_rank()} waited for the sum of all ranks' counts, and one did not "
-            f"answer; look at what it printed, and start all ranks again: {error}"
-        ) from error
-    return number
-
-
-def check_sizes(group: Group, sizes: Sequence[int], own: int) -> None:
-    """Raise unless there is a size for every rank, and this rank's own is right."""
-    world, rank = world_size(group), dist.get_rank(_process_group(group))
-    if len(sizes) != world or sizes[rank] != own:
-        raise OptionError(
-            f"sizes must have one entry for each of {world} ranks, {own} for rank {rank} of the "
-            f"group, got {list(sizes)}; leave sizes out and the ranks ask each other"
-        )
-
-
-@dataclass
-class Call:
-    """What a loss says of itself while it runs: its own facts, and whether the ranks agreed."""
-
-    facts: dict[str, object] = field(default_factory=dict)
-    agreed: bool = False
-
-
-calling: contextvars.ContextVar[Call | None] = contextvars.ContextVar("calling", default=None)
-
-
-def agree(group: Group, facts: dict[str, object], size: int) -> list[int]:
-    """Every rank's `size`, after all have found that they have the same facts in mind.
-
-    A few integers go round; words only where there is something to say.
-    """
-    whole, call = _process_group(group), calling.get() or Call()
-    words = {name: str(fact) for name, fact in (call.facts | facts).items()}
-    table = _gather(whole, [0, zlib.crc32(repr(words).encode()), size])
-    call.agreed = True
-    _refuse_together(whole, table, "")
-    if len({row[1] for row in table}) > 1:
-        said: list[dict[str, str]] = [{}] * len(table)
-        dist.all_gather_object(said, words, group=whole)
-        raise RingError(_difference(whole, said))
-    return [row[2] for row in table]
-
-
-def refuse(group: Group, error: Exception) -> None:
-    """Tell the other ranks, who wait to agree, that this one cannot go on."""
-    whole = _process_group(group)
-    _refuse_together(whole, _gather(whole, [1, 0, 0]), f"{type(error).__name__}: {error}")
-
-
-def _refuse_together(whole: dist.ProcessGroup, table: list[list[int]], reason: str) -> None:
-    """Raise the same error on every rank if one has a reason to."""
-    if not any(row[0] for row in table):
-        return
-    reasons: list[str] = [""] * len(table)
-    dist.all_gather_object(reasons, reason, group=whole)
-    rank = next(rank for rank, text in enumerate(reasons) if text)
-    raise RingError(f"rank {dist.get_global_rank(whole, rank)} refused: {reasons[rank]}")
-
-
-def _gather(whole: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
-    device = "cuda" if dist.get_backend(whole) == "nccl" else "cpu"
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    table = [torch.empty_like(mine) for _ in range(dist.get_world_size(whole))]
-    try:
-        dist.all_gather(table, mine, group=whole)
-    except RuntimeError as error:
-        raise RingError(
-            f"rank {dist.get_rank()} waited for the others to agree on sizes, and one did not "
-            f"answer; every rank must call the same losses in the same order: {error}"
-        ) from error
-    return [row.tolist() for row in table]
-
-
-def _difference(whole: dist.ProcessGroup, said: list[dict[str, str]]) -> str:
-    """Which fact is not the same everywhere."""
-    for name, first in said[0].items():
-        for rank, other in enumerate(said):
-            if other.get(name) != first:
-                ranks = [dist.get_global_rank(whole, r) for r in (0, rank)]
-                return (
-                    f"all ranks must have the same {name}, got {first} on rank {ranks[0]} and "
-                    f"{other.get(name)} on rank {ranks[1]}"
-                )
-    return "all ranks must call the same loss"
-
-
-def _process_group(group: Group) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise OptionError(
-            "group needs torch.distributed, which is not initialised; call "
-            "torch.distributed.init_process_group first, or leave group out for a local loss"
-        )
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise OptionError(
-                f"group as a DeviceMesh must have one dimension, got {group.ndim}; pass mesh['dp']"
-            )
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise OptionError(
-            f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}; pass "
-            "torch.distributed.group.WORLD for all ranks"
-        )
-    return group
+    return Ring(find(name), sizes, nodes)

@@ -31,15 +31,15 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
     carry = Carry(like, lambda a, b: merge(a.t(), b.t()).t()) if columns else None
     rows, memos, kept = None, [], like.new_empty(0)
     for visit in ring.visits(_cargo(pairs), carry):
-        here, how = _at(pairs, visit), plan if visit.step == 0 else plan._replace(columns=columns)
+        here, how = _at(pairs, visit), plan if visit.own else plan._replace(columns=columns)
         swept = _reduce(here, how)
         rows = swept.rows if rows is None else merge(rows, swept.rows)
         memos.append(swept.memo)
-        kept = swept.kept if visit.step == 0 else kept
+        kept = swept.kept if visit.own else kept
         visit.found = swept.cols.t() if columns else None
     assert rows is not None
-    cols = rows.new_empty(0) if carry is None or carry.home is None else carry.home.t()
-    return Swept(rows, cols.contiguous(), _join(memos), kept)
+    cols = rows.new_empty(0) if carry is None else _home(carry, like.dtype).t().contiguous()
+    return Swept(rows, cols, _join(memos), kept)
 
 
 def _reduce(pairs: Pairs, plan: Plan) -> Swept:
@@ -64,41 +64,46 @@ def differentiate(
     sides = (swept.rows, upstream[0]) if pairs.symmetric else (swept.cols, upstream[1])
     cargo = _cargo(pairs, *(x.t() for x in sides if ring.world > 1 and x.dim() == 2))
     like = pairs.rows.new_empty(0, pairs.shape[2], dtype=pairs.dtype)
-    carry = Carry(like, lambda a, b: a.add_(b)) if needs.cols else None
+    carry = Carry(like, lambda a, b: a.add_(b), adds=True) if needs.cols else None
     total = _Total(pairs)
     for i, visit in enumerate(ring.visits(cargo, carry)):
         known = swept._replace(memo=swept.memo[i] if swept.memo.dim() == 2 else swept.memo)
         d_stats = upstream
-        if visit.step:
+        if not visit.own:
             cols, d_cols = _vectors(pairs, visit)
             known, d_stats = known._replace(cols=cols, kept=cols[:0]), (upstream[0], d_cols)
         share = 1.0
-        if pairs.symmetric and visit.step:
+        if pairs.symmetric and not visit.own:
             # Whether a fixed offset held was found out for this rank's rows, not for the columns.
             known, share = known._replace(memo=known.memo[:0]), 0.5
-        visit.found = total.add(
-            _differentiate(_at(pairs, visit), plan, known, d_stats, needs), share
-        )
-    return total.grads(None if carry is None else carry.home)
+        at = _at(pairs, visit)
+        visit.found = total.add(_differentiate(at, plan, known, d_stats, needs, total.rows), share)
+    # One side after the other: what was added up is twice as large as what it is rounded to.
+    return total.grads(None if carry is None else _home(carry, pairs.rows.dtype))
 
 
 def _differentiate(
-    pairs: Pairs, plan: Plan, swept: Swept, upstream: tuple[Tensor, Tensor], needs: Needs
+    pairs: Pairs,
+    plan: Plan,
+    swept: Swept,
+    upstream: tuple[Tensor, Tensor],
+    needs: Needs,
+    into: Tensor | None,
 ) -> Grads:
     n, m, d = pairs.shape
     if n and m:
-        return backend_of(pairs, plan).differentiate(pairs, plan, swept, upstream, needs)
+        return backend_of(pairs, plan).differentiate(pairs, plan, swept, upstream, needs, into)
     like = pairs.rows.new_zeros((), dtype=pairs.dtype)
     rows, cols = (like.new_zeros(size, d) if wanted else None
                   for size, wanted in ((n, needs.rows), (m, needs.cols)))  # fmt: skip
-    return Grads(rows, cols, like, like)
+    return Grads(rows if into is None else into, cols, like, like)
 
 
 class _Total:
     """Gradients of this rank's rows, scale and bias so far."""
 
     def __init__(self, pairs: Pairs) -> None:
-        self.dtype = pairs.dtype
+        self.pairs = pairs
         self.rows: Tensor | None = None
         # Two tensors: an op's results may not share memory.
         zero = pairs.rows.new_zeros((), dtype=exact_dtype(pairs.rows))
@@ -106,21 +111,31 @@ class _Total:
 
     def add(self, grads: Grads, share: float) -> Tensor | None:
         """Add those of a visit, of the scale a share; returns the columns' own."""
-        if self.rows is None:
-            self.rows = grads.rows
-        elif grads.rows is not None:
-            self.rows.add_(grads.rows)
+        self.rows = grads.rows  # from the second visit on in the same memory
         self.scale += share * grads.scale
         self.bias += share * grads.bias
         return grads.cols
 
     def grads(self, cols: Tensor | None) -> Grads:
-        """All of them."""
-        return Grads(self.rows, cols, self.scale.to(self.dtype), self.bias.to(self.dtype))
+        """All of them, the features' rounded."""
+        rows = None if self.rows is None else self.rows.to(self.pairs.rows.dtype)
+        return Grads(rows, cols, *(x.to(self.pairs.dtype) for x in (self.scale, self.bias)))
+
+
+def _home(carry: Carry, dtype: torch.dtype) -> Tensor:
+    """What was found about one's own columns, in one piece."""
+    parts, carry.home = carry.home, []
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    whole, start = carry.like.new_empty(sum(map(len, parts)), *carry.like.shape[1:], dtype=dtype), 0
+    for part in parts:
+        whole[start : start + len(part)] = part
+        start += len(part)
+    return whole
 
 
 def _ring(pairs: Pairs, plan: Plan) -> Ring:
-    return ring_of(plan.group, plan.sizes or [pairs.shape[1]])
+    return ring_of(plan.group, plan.sizes or [pairs.shape[1]], plan.nodes)
 
 
 def _cargo(pairs: Pairs, *more: Tensor) -> Parts:
@@ -133,7 +148,7 @@ def _cargo(pairs: Pairs, *more: Tensor) -> Parts:
 
 def _at(pairs: Pairs, visit: Visit) -> Pairs:
     """This rank's rows against some columns; positives by place are among one's own."""
-    if visit.step == 0:
+    if visit.own:
         return pairs
     features, *marks = visit.cargo
     col_ids = None if pairs.col_ids is None else marks.pop(0)

@@ -70,6 +70,7 @@ def differentiate(
     swept: Swept,
     upstream: tuple[Tensor, Tensor],
     needs: Needs,
+    into: Tensor | None = None,
 ) -> Grads:
     """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
     # A power of two, so exact, keeps weights in range however small the upstream gradient is.
@@ -82,7 +83,7 @@ def differentiate(
         rows = Side(Stats.unpack(swept.rows), d_rows)
         cols = Side(Stats.unpack(swept.cols), d_cols) if d_cols is not None else None
         dz_of = _log_sum_dz(pairs, plan, rows, rows if pairs.symmetric else cols)
-    return _Gradients(pairs, needs, peak, wide=plan.wide).sweep(plan, dz_of)
+    return _Gradients(pairs, needs, peak, wide=plan.wide, into=into).sweep(plan, dz_of)
 
 
 def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,7 +306,7 @@ class _Gradients:
 
     Where z is symmetric both products go to the one accumulator. dz comes divided by `peak`, which
     returns before anything is rounded; with `gains` each row of a gradient is divided by a power
-    of two that is left there instead.
+    of two that is left there instead. d_rows are added to `into` where it is given.
     """
 
     def __init__(
@@ -315,15 +316,18 @@ class _Gradients:
         peak: Tensor,
         gains: Gains = (None, None),
         wide: bool = False,
+        into: Tensor | None = None,
     ) -> None:
         self.pairs, self.needs, self.peak, self.gains = pairs, needs, peak, gains
+        self.into = into
         self.dtype = pairs.dtype if wide else pairs.rows.dtype
         self.factor = pairs.scale.to(pairs.dtype) * peak
         self.scale, self.bias = pairs.rows.new_zeros(2, dtype=exact_dtype(pairs.rows))
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
-            # Contiguous, as the op promises.
-            self.rows = pairs.rows.new_empty(pairs.rows.shape, dtype=self.dtype)
+            self.rows = into
+            if into is None:  # contiguous, as the op promises
+                self.rows = pairs.rows.new_empty(pairs.rows.shape, dtype=self.dtype)
         if needs.rows if pairs.symmetric else needs.cols:
             self.acc = pairs.rows.new_zeros(pairs.columns.shape, dtype=pairs.dtype)
 
@@ -337,7 +341,9 @@ class _Gradients:
                 row_acc = torch.zeros_like(panel.left)
             for block in panel.blocks:
                 self._add(block, dz_of(block), row_acc)
-            if self.rows is not None and row_acc is not None:
+            if self.into is not None and row_acc is not None:
+                self.into[panel.rows] += row_acc.mul_(self.factor)
+            elif self.rows is not None and row_acc is not None:
                 store(self.rows, panel.rows, row_acc.mul_(self.factor), self.gains[0])
         return self._finish()
 

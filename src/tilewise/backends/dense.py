@@ -29,6 +29,7 @@ def differentiate(
     swept: Swept,
     upstream: tuple[Tensor, Tensor],
     needs: Needs,
+    into: Tensor | None = None,
 ) -> Grads:
     """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
     z = _logits(pairs)
@@ -40,7 +41,10 @@ def differentiate(
                 dz += _softplus_dz(pairs, z, d.values.unsqueeze(dim))
             else:
                 dz += _log_sum_dz(pairs, z, Stats.unpack(packed), d, dim)
-    return _gradients(pairs, dz, needs)
+    grads = _gradients(pairs, dz, needs)
+    if into is None or grads.rows is None:
+        return grads
+    return grads._replace(rows=into.add_(grads.rows))
 
 
 def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

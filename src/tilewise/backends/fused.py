@@ -115,14 +115,15 @@ def differentiate(
     swept: Swept,
     upstream: tuple[Tensor, Tensor],
     needs: Needs,
+    into: Tensor | None = None,
 ) -> Grads:
     """Gradients of what `reduce` returned, given the gradient of each of its numbers."""
     from tilewise.backends.fused_backward import Backward
     from tilewise.backends.fused_softplus import Softplus
 
     if plan.reduction == "softplus":
-        return Softplus(pairs, plan, needs).softplus(upstream, values=False)[0]
-    return Backward(pairs, plan, needs).log_sums(swept, upstream)
+        return Softplus(pairs, plan, needs, into=into).softplus(upstream, values=False)[0]
+    return Backward(pairs, plan, needs, into=into).log_sums(swept, upstream)
 
 
 @_where_they_are

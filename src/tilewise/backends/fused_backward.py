@@ -42,7 +42,10 @@ class Panel(NamedTuple):
 
 
 class Backward:
-    """One sweep for gradients; with `gains` the rows of a gradient keep a power of two apart."""
+    """One sweep for gradients; with `gains` the rows of a gradient keep a power of two apart.
+
+    Those of rows are added to `into` (N, D), float32, where it is given.
+    """
 
     def __init__(
         self,
@@ -50,9 +53,11 @@ class Backward:
         plan: Plan,
         needs: Needs,
         gains: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+        into: Tensor | None = None,
     ) -> None:
         self.pairs, self.plan, self.needs = pairs, plan, needs
-        self.gains, self.ready = gains, make_ready(pairs, plan.precision)
+        self.gains, self.into = gains, into
+        self.ready = make_ready(pairs, plan.precision)
         self.head = torch.empty(kernels.HEAD_SIZE, device=pairs.rows.device)
         self.flag = self.head.new_zeros(1)
         # fp32 is split in two: its gradients are products of fp16.
@@ -64,7 +69,9 @@ class Backward:
         self.inverse = 1.0 if units is None else units.double().prod().reciprocal()
         self.rows, self.acc = None, None
         if needs.rows and not pairs.symmetric:
-            self.rows = pairs.rows.new_empty(pairs.rows.shape, dtype=self._grad_dtype)
+            self.rows = into
+            if into is None:
+                self.rows = pairs.rows.new_empty(pairs.rows.shape, dtype=self._grad_dtype)
         if needs.rows if pairs.symmetric else needs.cols:
             make = self.head.new_zeros if pairs.symmetric else self.head.new_empty
             self.acc = make(pairs.columns.shape)
@@ -162,7 +169,7 @@ class Backward:
             # The block would be overwritten while it is read.
             out[span] = round_into(torch.empty_like(out[span]), acc, factor)
         else:
-            round_into(out[span], acc, factor)
+            round_into(out[span], acc, factor, add=out is self.into)
 
     @property
     def _grad_dtype(self) -> torch.dtype:

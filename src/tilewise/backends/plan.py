@@ -26,6 +26,7 @@ class Plan(NamedTuple):
     wide: bool = False  # leave the features' gradients in the dtype of the sums, to be added up
     group: str = ""  # the name of the process group whose columns are all meant; "" for none
     sizes: Sequence[int] = ()  # columns of each rank of that group
+    nodes: Sequence[int] = ()  # which node each is on; none where all columns are gathered
 
 
 class Needs(NamedTuple):
@@ -82,9 +83,11 @@ class Backend(Protocol):
         swept: Swept,
         upstream: tuple[Tensor, Tensor],
         needs: Needs,
+        into: Tensor | None = None,
     ) -> Grads:
         """Gradients of what `reduce` returned, given the gradient of each of its numbers.
 
+        Those of the rows are added to `into` (N, D), of the dtype of the sums, where it is given.
         May overwrite what was kept.
         """
 

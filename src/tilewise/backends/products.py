@@ -16,10 +16,10 @@ def piece(length: int, best: int, most: int, unit: int) -> int:
     return best if best <= min(most, length) else balanced(length, max(1, min(best, most)), unit)
 
 
-def round_into(out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+def round_into(out: Tensor, x: Tensor, factor: Tensor, add: bool = False) -> Tensor:
     """x times a factor, rounded into `out` of its shape; both lie in memory without gaps."""
     vectors.scaled[(triton.cdiv(x.numel(), 2048),)](
-        out, x, factor, None, x.numel(), 1, BLOCK=2048, num_warps=8
+        out, x, factor, None, x.numel(), 1, ADD=add, BLOCK=2048, num_warps=8
     )
     return out
 
@@ -27,8 +27,9 @@ def round_into(out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
 def rescale(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient (N, D) by its gain (N,), in place."""
     vectors.scaled[(triton.cdiv(grads.numel(), 2048),)](
-        grads, grads, gain, gain, grads.numel(), grads.shape[1], BLOCK=2048, num_warps=8
-    )
+        grads, grads, gain, gain, grads.numel(), grads.shape[1], ADD=False, BLOCK=2048,
+        num_warps=8,
+    )  # fmt: skip
 
 
 def doubling(size: int, step: int) -> Iterator[slice]:

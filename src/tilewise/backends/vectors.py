@@ -106,8 +106,11 @@ def measure(
 
 
 @triton.jit
-def scaled(out, x, factor, gain, count, D, BLOCK: tl.constexpr):
-    """x (rows, D) times a factor, or where there are none times each row's gain, rounded once."""
+def scaled(out, x, factor, gain, count, D, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """x (rows, D) times a factor, or where there are none times each row's gain, rounded once.
+
+    Or added to what is there already.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, inside, other=0.0).to(tl.float32)
@@ -115,6 +118,8 @@ def scaled(out, x, factor, gain, count, D, BLOCK: tl.constexpr):
         value = value * tl.load(factor)
     else:
         value = value * tl.load(gain + at // D, inside, other=0.0)
+    if ADD:
+        value += tl.load(out + at, inside, other=0.0).to(tl.float32)
     tl.store(out + at, value.to(out.dtype.element_ty), inside)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewise import ring
+from tilewise import groups
 from tilewise.errors import OptionError
 from tilewise.pairs import (
     accumulate_dtype,
@@ -58,7 +58,7 @@ def aggregate(
     counts: Tensor,
     weight: Tensor | None,
     reduction: Reduction,
-    group: ring.Group | None = None,
+    group: groups.Group | None = None,
 ) -> Tensor:
     """Weighted mean over the rows that count (N, bool), their sum, or the rows (N,) themselves.
 
@@ -71,11 +71,11 @@ def aggregate(
         return loss
     summed = loss.sum(dtype=exact_dtype(loss))
     if group is not None:
-        summed = summed * ring.world_size(group)
+        summed = summed * groups.world_size(group)
     if reduction == "mean":
         if weight is None:
-            return (summed / ring.add_up(counts.sum(), group).clamp(min=1)).to(loss.dtype)
-        total = ring.add_up((counts * weight).sum(dtype=summed.dtype), group)
+            return (summed / groups.add_up(counts.sum(), group).clamp(min=1)).to(loss.dtype)
+        total = groups.add_up((counts * weight).sum(dtype=summed.dtype), group)
         summed = summed / torch.where(total == 0, 1.0, total)
     return summed.to(loss.dtype)
 
@@ -100,7 +100,7 @@ def check_reduction(reduction: str) -> None:
 
 
 def weight_or_none(
-    weight: Tensor | None, size: int, like: Tensor, group: ring.Group | None = None
+    weight: Tensor | None, size: int, like: Tensor, group: groups.Group | None = None
 ) -> Tensor | None:
     """A checked weight (size,), if there is one; with a group it must be a fixed one."""
     if group is not None and isinstance(weight, Tensor) and weight.requires_grad:

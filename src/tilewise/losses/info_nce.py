@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from tilewise.agreement import together
 from tilewise.dot_rows import dot_rows
 from tilewise.errors import OptionError, ShapeError
 from tilewise.losses.common import (
@@ -19,6 +20,7 @@ from tilewise.losses.common import (
     pick_scale,
     weight_or_none,
 )
+from tilewise.options import SweepOptions
 from tilewise.pairs import (
     Both,
     as_scalar,
@@ -30,7 +32,7 @@ from tilewise.pairs import (
     check_match,
 )
 from tilewise.reductions import INFINITY, Stats, log_add
-from tilewise.sweep import SweepOptions, reduce_pairs, together
+from tilewise.sweep import reduce_pairs
 
 
 @together

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilewise import ring
+from tilewise import groups
 from tilewise.errors import OptionError
 from tilewise.losses.clip import clip_loss
 from tilewise.losses.info_nce import info_nce
 from tilewise.losses.nt_xent import nt_xent
 from tilewise.losses.siglip import siglip_loss
 from tilewise.losses.sup_con import sup_con
-from tilewise.sweep import SweepOptions
+from tilewise.options import SweepOptions
 
 
 class ClipLoss(nn.Module):
@@ -136,7 +136,7 @@ class NTXentLoss(nn.Module):
 
     def forward(self, out0: Tensor, out1: Tensor, **per_batch: Any) -> Tensor:
         out0, out1 = _unit(self.normalize, out0, out1)
-        group = {"group": ring.world()} if self.gather_distributed else {}
+        group = {"group": groups.world()} if self.gather_distributed else {}
         return nt_xent(out0, out1, **{**group, **self.options, **per_batch})
 
 
@@ -171,4 +171,4 @@ def _with_world(options: dict[str, Any], world_size: int) -> dict[str, Any]:
     """The options of a loss, with all ranks as its group where there are several."""
     if world_size == 1 or options.get("group") is not None:
         return options
-    return {**options, "group": ring.world_of(world_size)}
+    return {**options, "group": groups.world_of(world_size)}

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from tilewise.agreement import together
 from tilewise.errors import ShapeError
 from tilewise.losses.common import (
     Reduction,
@@ -14,8 +15,9 @@ from tilewise.losses.common import (
     pick_scale,
     weight_or_none,
 )
+from tilewise.options import SweepOptions
 from tilewise.pairs import check_fraction, check_marks
-from tilewise.sweep import SweepOptions, reduce_pairs, together
+from tilewise.sweep import reduce_pairs
 
 
 @together

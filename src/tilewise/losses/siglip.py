@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tilewise import ring
+from tilewise import groups
+from tilewise.agreement import together
 from tilewise.losses.common import (
     Reduction,
     aggregate,
@@ -16,8 +17,9 @@ from tilewise.losses.common import (
     pick_scale,
     weight_or_none,
 )
+from tilewise.options import SweepOptions
 from tilewise.pairs import Both, accumulate_dtype
-from tilewise.sweep import SweepOptions, reduce_pairs, together, weigh_pairs
+from tilewise.sweep import reduce_pairs, weigh_pairs
 
 
 @together
@@ -70,7 +72,7 @@ def siglip_loss(
     )
     group = how.get("group")
     if group is not None:
-        summed = summed * ring.world_size(group)
+        summed = summed * groups.world_size(group)
     # Divided here and not in the weights, whose own rounding would be in every number.
-    total = ring.add_up(weight.sum(), group)
+    total = groups.add_up(weight.sum(), group)
     return summed / torch.where(total == 0, 1.0, total) if reduction == "mean" else summed

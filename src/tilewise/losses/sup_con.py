@@ -3,6 +3,7 @@
 from torch import Tensor
 from typing_extensions import Unpack
 
+from tilewise.agreement import together
 from tilewise.losses.common import (
     Reduction,
     aggregate,
@@ -11,8 +12,9 @@ from tilewise.losses.common import (
     pick_scale,
     weight_or_none,
 )
+from tilewise.options import SweepOptions
 from tilewise.pairs import check_features, check_fraction, check_marks
-from tilewise.sweep import SweepOptions, reduce_pairs, together
+from tilewise.sweep import reduce_pairs
 
 
 @together

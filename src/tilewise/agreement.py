@@ -1,0 +1,147 @@
+"""Several ranks that compute one loss: what they must have in common, and how they talk."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from tilewise import backends, costs, groups, ring, rounds
+from tilewise.backends.plan import Plan
+from tilewise.errors import OptionError, RingError, TilewiseError
+from tilewise.options import SweepOptions, make_plan
+from tilewise.pairs import Pairs, check_values, make_pairs
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def together(loss: Callable[Args, Result]) -> Callable[Args, Result]:
+    """What is refused on one rank of its group is raised on all, so that none waits."""
+    signature = inspect.signature(loss)
+
+    def run(*args: Args.args, **options: Args.kwargs) -> Result:
+        given = signature.bind(*args, **options).arguments
+        call = groups.Call(_said(loss.__name__, given))
+        token = groups.calling.set(call)
+        try:
+            return loss(*args, **options)
+        except RingError:
+            raise
+        except TilewiseError as error:
+            if given["how"].get("sizes") is None and not call.agreed:
+                groups.refuse(given["how"]["group"], error)
+            raise
+        finally:
+            groups.calling.reset(token)
+
+    @functools.wraps(loss)
+    def choose(*args: Args.args, **options: Args.kwargs) -> Result:
+        # Within another call, that one speaks for both.
+        if options.get("group") is None or groups.calling.get() is not None:
+            return loss(*args, **options)
+        if torch.compiler.is_compiling():  # what goes round is nothing for a compiler
+            opaque: Any = torch.compiler.disable(run)
+            result: Result = opaque(*args, **options)
+            return result
+        return run(*args, **options)
+
+    return choose
+
+
+def _said(name: str, given: dict[str, Any]) -> dict[str, object]:
+    """What decides how the ranks talk to each other."""
+    negatives, weight = given.get("negatives"), given.get("weight")
+    learnt = [key for key in ("scale", "temperature", "bias")
+              if isinstance(given.get(key), Tensor) and given[key].requires_grad]  # fmt: skip
+    return {
+        "loss": name,
+        "reduction": given.get("reduction", "mean"),
+        "weight": "none" if weight is None else "given",
+        "negatives": "none"
+        if negatives is None
+        else f"{getattr(negatives, 'ndim', '?')} dimensions",
+        "learnable numbers": learnt,
+    }
+
+
+def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
+    """The plan for all ranks, once they agree on what is to be done."""
+    group, sizes = how.get("group"), how.get("sizes")
+    if group is None:
+        for name in ("sizes", "schedule"):
+            if how.get(name) is not None:
+                raise OptionError(f"{name}= is about the ranks of a group, which was not given")
+        return plan
+    if plan.check_values or pairs.rows.device.type == "cpu":
+        check_values(pairs)
+    backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
+    # What is kept for the backward would be of some columns only.
+    plan = plan._replace(group=groups.name_of(group), keep_bytes=0)
+    asked, nodes = how.get("schedule", "auto"), groups.nodes_of(group)
+    why = costs.refusal(asked, nodes)
+    if why is not None:
+        raise OptionError(f"schedule={asked!r} cannot be had: {why}; use schedule='auto'")
+    if sizes is None:
+        facts = {**_facts(pairs, plan), "schedule": asked, "nodes": nodes}
+        sizes = groups.agree(group, facts, pairs.shape[1])
+    groups.check_sizes(group, sizes, pairs.shape[1])
+    if asked == "auto":
+        asked = _choose(pairs, plan, sizes, nodes).name
+    ways = {"ring": [0] * len(nodes), "two-level": nodes, "gather": []}
+    return plan._replace(sizes=list(sizes), nodes=ways[asked if any(sizes) else "ring"])
+
+
+def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]) -> costs.Schedule:
+    """How columns travel, from numbers that all ranks have in common."""
+    travel = plan.columns or pairs.symmetric
+    wanted = torch.is_grad_enabled() and pairs.columns.requires_grad and not pairs.symmetric
+    load = costs.Load(
+        columns=max(sizes),
+        features=pairs.shape[2],
+        feature_bytes=pairs.rows.element_size(),
+        stats=rounds.num_stats(plan) if travel else 0,
+        grads=wanted,
+    )
+    machine = costs.MACHINES.get(pairs.rows.device.type, costs.MACHINES["cpu"])
+    return costs.choose(load, nodes, machine, ring.SLICE_BYTES, plan.workspace_bytes)
+
+
+def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) -> costs.Schedule:
+    """How `clip_loss` of such features would send columns round a group, and why.
+
+    All ranks must ask, unless `sizes` are given.
+    """
+    pairs = make_pairs(
+        rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False, empty=True
+    )
+    if how.get("group") is None:
+        raise OptionError("group must be given to say how its ranks talk; got None")
+    how = {**how, "schedule": "auto"}
+    plan = with_group(make_plan(how, "logsumexp", True, False), how, pairs)
+    return _choose(pairs, plan, plan.sizes, groups.nodes_of(how["group"]))
+
+
+def _facts(pairs: Pairs, plan: Plan) -> dict[str, object]:
+    """What the ranks must have in common, in words."""
+    wanted = (torch.is_grad_enabled() and x.requires_grad for x in (pairs.rows, pairs.columns))
+    return {
+        "feature size": pairs.shape[2],
+        "dtype": pairs.rows.dtype,
+        "workspace": plan.workspace_bytes,
+        "kind of loss": (
+            f"{plan.reduction}{' of rows and columns' if plan.columns else ''}"
+            f"{' with sums' if plan.sums else ''}{' among themselves' if pairs.symmetric else ''}"
+        ),
+        "kind of positives": pairs.kind,
+        "ids": _dtype_or_none(pairs.col_ids),
+        "labels": _dtype_or_none(pairs.col_labels),
+        "need of gradients (rows, columns)": tuple(wanted),
+    }
+
+
+def _dtype_or_none(marks: Tensor | None) -> object:
+    return None if marks is None else marks.dtype

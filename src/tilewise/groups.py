@@ -1,0 +1,185 @@
+"""Groups of ranks: what they are called, which of them share a node, and what they agree on."""
+
+from __future__ import annotations  # a torch without torch.distributed has not all these names
+
+import contextvars
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.errors import OptionError, RingError
+
+Group = Any  # a ProcessGroup, or a DeviceMesh of one dimension or of two: nodes, ranks on each
+
+
+def name_of(group: Group | None) -> str:
+    """The name under which an op finds a group again; "" for none."""
+    if group is None:
+        return ""
+    group = _process_group(group)
+    if dist.get_rank(group) < 0:
+        raise OptionError(f"group must have this rank in it, got one without {dist.get_rank()}")
+    return str(group.group_name)
+
+
+def nodes_of(group: Group) -> list[int]:
+    """Which node each rank of a group is on: by its mesh, or by torchrun's LOCAL_WORLD_SIZE.
+
+    With neither all ranks are taken to be on one.
+    """
+    ranks = dist.get_process_group_ranks(_process_group(group))
+    if getattr(group, "ndim", 1) == 2:
+        places = {rank: node for node, row in enumerate(group.mesh.tolist()) for rank in row}
+        return [places[rank] for rank in ranks]
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return [rank // per_node for rank in ranks]
+
+
+def world_size(group: Group | None) -> int:
+    """How many ranks."""
+    return 1 if group is None else dist.get_world_size(_process_group(group))
+
+
+def world() -> Group:
+    """All ranks."""
+    return _process_group(dist.group.WORLD)
+
+
+def world_of(count: int) -> Group:
+    """All ranks, of which there must be so many: what open_clip's modules are told."""
+    if dist.get_world_size(world()) != count:
+        raise OptionError(
+            f"world_size must be that of torch.distributed, {dist.get_world_size()}, got {count}; "
+            "pass group= for a part of the ranks"
+        )
+    return world()
+
+
+def add_up(number: Tensor, group: Group | None) -> Tensor:
+    """A number summed over the ranks of a group; without gradient."""
+    if group is None:
+        return number
+    number = number.detach().clone()
+    try:
+        dist.all_reduce(number, group=_process_group(group))
+    except RuntimeError as error:
+        raise RingError(
+            f"rank {dist.get_rank()} waited for the sum of all ranks' counts, and one did not "
+            f"answer; look at what it printed, and start all ranks again: {error}"
+        ) from error
+    return number
+
+
+def check_sizes(group: Group, sizes: Sequence[int], own: int) -> None:
+    """Raise unless there is a size for every rank, and this rank's own is right."""
+    world, rank = world_size(group), dist.get_rank(_process_group(group))
+    if len(sizes) != world or sizes[rank] != own:
+        raise OptionError(
+            f"sizes must have one entry for each of {world} ranks, {own} for rank {rank} of the "
+            f"group, got {list(sizes)}; leave sizes out and the ranks ask each other"
+        )
+
+
+@dataclass
+class Call:
+    """What a loss says of itself while it runs: its own facts, and whether the ranks agreed."""
+
+    facts: dict[str, object] = field(default_factory=dict)
+    agreed: bool = False
+
+
+calling: contextvars.ContextVar[Call | None] = contextvars.ContextVar("calling", default=None)
+
+
+def agree(group: Group, facts: dict[str, object], size: int) -> list[int]:
+    """Every rank's `size`, after all have found that they have the same facts in mind.
+
+    A few integers go round; words only where there is something to say.
+    """
+    whole, call = _process_group(group), calling.get() or Call()
+    words = {name: str(fact) for name, fact in (call.facts | facts).items()}
+    table = _gather(whole, [0, zlib.crc32(repr(words).encode()), size])
+    call.agreed = True
+    _refuse_together(whole, table, "")
+    if len({row[1] for row in table}) > 1:
+        said: list[dict[str, str]] = [{}] * len(table)
+        dist.all_gather_object(said, words, group=whole)
+        raise RingError(_difference(whole, said))
+    return [row[2] for row in table]
+
+
+def refuse(group: Group, error: Exception) -> None:
+    """Tell the other ranks, who wait to agree, that this one cannot go on."""
+    whole = _process_group(group)
+    _refuse_together(whole, _gather(whole, [1, 0, 0]), f"{type(error).__name__}: {error}")
+
+
+def _refuse_together(whole: dist.ProcessGroup, table: list[list[int]], reason: str) -> None:
+    """Raise the same error on every rank if one has a reason to."""
+    if not any(row[0] for row in table):
+        return
+    reasons: list[str] = [""] * len(table)
+    dist.all_gather_object(reasons, reason, group=whole)
+    rank = next(rank for rank, text in enumerate(reasons) if text)
+    raise RingError(f"rank {dist.get_global_rank(whole, rank)} refused: {reasons[rank]}")
+
+
+def _gather(whole: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
+    device = "cuda" if dist.get_backend(whole) == "nccl" else "cpu"
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    table = [torch.empty_like(mine) for _ in range(dist.get_world_size(whole))]
+    try:
+        dist.all_gather(table, mine, group=whole)
+    except RuntimeError as error:
+        raise RingError(
+            f"rank {dist.get_rank()} waited for the others to agree on sizes, and one did not "
+            f"answer; every rank must call the same losses in the same order: {error}"
+        ) from error
+    return [row.tolist() for row in table]
+
+
+def _difference(whole: dist.ProcessGroup, said: list[dict[str, str]]) -> str:
+    """Which fact is not the same everywhere."""
+    for name, first in said[0].items():
+        for rank, other in enumerate(said):
+            if other.get(name) != first:
+                ranks = [dist.get_global_rank(whole, r) for r in (0, rank)]
+                return (
+                    f"all ranks must have the same {name}, got {first} on rank {ranks[0]} and "
+                    f"{other.get(name)} on rank {ranks[1]}"
+                )
+    return "all ranks must call the same loss"
+
+
+def _process_group(group: Group) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise OptionError(
+            "group needs torch.distributed, which is not initialised; call "
+            "torch.distributed.init_process_group first, or leave group out for a local loss"
+        )
+    if hasattr(group, "get_group"):
+        group = _flat(group).get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise OptionError(
+            f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}; pass "
+            "torch.distributed.group.WORLD for all ranks"
+        )
+    return group
+
+
+def _flat(mesh: Any) -> Any:
+    """A mesh of one dimension with the same ranks."""
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.ndim != 2 or not mesh.mesh_dim_names:
+        raise OptionError(
+            f"group as a DeviceMesh must have one dimension, or two with names (nodes, ranks on "
+            f"each), got {mesh.ndim} dimensions named {mesh.mesh_dim_names}; pass mesh['dp']"
+        )
+    return mesh._flatten()
