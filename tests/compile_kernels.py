@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tilewise.backends import convert, dz, hopper, hopper_dz, kernels, tuning, vectors
+from tilewise.backends import adding, convert, dz, hopper, hopper_dz, kernels, tuning, vectors
 from tilewise.backends.tuning import Target, tiles_for
 
 FLOAT_POINTERS = """head flag row_part col_part row_pull col_pull out row_gain col_gain row_vectors
@@ -70,6 +70,7 @@ VECTORS = {
     "measure": {"KIND": INDEX, "BLOCK": 32, "TD": 64},
     "begin": {"BLOCK": 1024},
     "scaled": {"ADD": True, "BLOCK": 2048},
+    "merge": {"K": 7, "BLOCK": 256},
     "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
                "PARTS": 64, "BLOCK": 32},
     "finish_marked": {
@@ -93,7 +94,7 @@ VECTORS = {
 }  # fmt: skip
 FLOATS = """x other norm other_norm dot row_norm col_norm scale part found row_stats d_rows d_cols
     col_stats stats d other_d vectors at_positive head out rows cols unit units flag memo factor
-    gain"""
+    gain a b"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "index": "*i32",
 }  # fmt: skip
@@ -193,7 +194,9 @@ def compile_vectors(target, size):
     """The kernels over vectors, for sizes of 1 (constants to Triton) or more."""
     for name, options in VECTORS.items():
         kernel_name = name.split("-")[0]
-        kernel = getattr(vectors, kernel_name, None) or getattr(convert, kernel_name)
+        (kernel,) = (
+            vars(x)[kernel_name] for x in (vectors, adding, convert) if hasattr(x, kernel_name)
+        )
         values = {"BLOCK": 256, **options}
         signature, constants = {}, {}
         for position, argument in enumerate(kernel.arg_names):

@@ -13,6 +13,7 @@ import tilewise as tw
 from tilewise.backends import fused
 from tilewise.backends.plan import Needs, Plan
 from tilewise.pairs import make_pairs
+from tilewise.reductions import merged
 
 pytest.importorskip("triton")
 
@@ -626,3 +627,17 @@ def test_panels_of_the_forward(n, m, d, dtype, monkeypatch):
         )  # fmt: skip
         seen += rows * cols
     assert seen == n * m
+
+
+@pytest.mark.parametrize("k", [1, 5, 7])
+def test_stats_of_two_visits_are_merged(k):
+    """As `reductions.merged` does it: no negatives, no positives, neither, far apart, spoilt."""
+    a, b = torch.randn(2, k, 300, generator=torch.Generator().manual_seed(k))
+    if k > 1:
+        a[3], b[3] = (torch.arange(300) % 2).float(), (torch.arange(300) % 3 == 0).float()
+        a[0, ::5], b[0, ::7] = -torch.inf, -torch.inf
+        a[0, 2::70], b[4, 1::3] = torch.nan, 300.0
+    truth = merged(a, b)
+    for total, more in ((a.clone(), b.clone()), (a.t().clone().t(), b.t().clone().t())):
+        assert fused.merge(total, more) is total
+        torch.testing.assert_close(total, truth, equal_nan=True, rtol=3e-7, atol=1e-6)

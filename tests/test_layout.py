@@ -24,8 +24,8 @@ LAYERS = {
 # A good reason beats a limit: Triton passes no state by reference, so a kernel's loop stays whole.
 LONG_FUNCTIONS = {"sums", "dz_of_softplus"}
 TRITON = {
-    "kernels.py", "dz.py", "vectors.py", "hopper.py", "convert.py", "operands.py", "products.py",
-    "hopper_dz.py", "fused_softplus.py", "tuning.py",
+    "adding.py", "kernels.py", "dz.py", "vectors.py", "hopper.py", "convert.py", "operands.py",
+    "products.py", "hopper_dz.py", "fused_softplus.py", "tuning.py",
     "fused_forward.py", "fused_backward.py",
 }  # fmt: skip
 

@@ -15,6 +15,9 @@ from tilewise.errors import OptionError, RingError, TilewiseError
 from tilewise.options import SweepOptions, make_plan
 from tilewise.pairs import Pairs, check_values, make_pairs
 
+# How many times the workspace gathered columns and their gradients may take.
+GATHER_ROOM = 4
+
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
@@ -107,7 +110,9 @@ def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]
         grads=wanted,
     )
     machine = costs.MACHINES.get(pairs.rows.device.type, costs.MACHINES["cpu"])
-    return costs.choose(load, nodes, machine, ring.SLICE_BYTES, plan.workspace_bytes)
+    # Known beforehand, so that the choice, and with it the bits of a result, stay as they are.
+    room = GATHER_ROOM * plan.workspace_bytes
+    return costs.choose(load, nodes, machine, ring.SLICE_BYTES, room)
 
 
 def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) -> costs.Schedule:

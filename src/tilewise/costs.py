@@ -26,7 +26,7 @@ class Machine(NamedTuple):
     """What ranks and their links can do."""
 
     flop_per_s: float  # of products, kernels around them included
-    visit_s: float  # that a visit costs beside its products: launches
+    visit_s: float  # that a visit takes the host at least
     inside: Link  # a node
     between: Link  # nodes, for each rank its own
 
@@ -183,8 +183,8 @@ def choose(
         names.append("gather")
     else:
         told = (
-            f"; gathering would take {found.extra_bytes / 2**20:,.0f} MiB, more than the "
-            f"workspace of {room_bytes / 2**20:,.0f}"
+            f"; gathering would take {found.extra_bytes / 2**20:,.0f} MiB, more than "
+            f"{room_bytes / 2**20:,.0f}, four times the workspace"
         )
     estimates = [estimate(name, load, nodes, machine, slice_bytes) for name in names]
     best = min(estimates, key=lambda one: one.seconds)

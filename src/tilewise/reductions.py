@@ -221,7 +221,7 @@ def log_add(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(neither, -INFINITY, sums)
 
 
-def merge(a: Tensor, b: Tensor) -> Tensor:
+def merged(a: Tensor, b: Tensor) -> Tensor:
     """Packed stats of the same slots over two sets of pairs, as one; all (k, N)."""
     exact = exact_dtype(a)
     if len(a) == 1 or a.numel() == 0:

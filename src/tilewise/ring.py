@@ -24,9 +24,10 @@ from tilewise.tiles import spans
 
 Parts = tuple[Tensor, ...]
 
-# Of columns that are on their way at a time: so many bytes at least, or a part of all.
-SLICE_BYTES = 2**24
-NUM_SLICES = 16
+# Of columns that are on their way at a time. A few slices of a block will do, of at least so many
+# bytes, as each visit costs, and at most twice as many, as each takes memory.
+SLICE_BYTES = 2**25
+NUM_SLICES = 4
 
 
 @dataclass
@@ -95,8 +96,9 @@ class Ring:
         """
         if self.world == 1:
             return max(1, self.sizes[0])
-        least = SLICE_BYTES // (features.element_size() * features.shape[1])
-        return 1 << max(least, max(self.sizes) // NUM_SLICES, 1).bit_length() - 1
+        least = max(1, SLICE_BYTES // (features.element_size() * features.shape[1]))
+        height = min(max(least, max(self.sizes) // NUM_SLICES), 2 * least)
+        return 1 << height.bit_length() - 1
 
     def exchange(
         self, ranks: tuple[int, int], to_send: Sequence[Tensor], to_fill: Sequence[Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewise import backends
 from tilewise.backends.plan import Backend, Grads, Needs, Plan, Swept
 from tilewise.pairs import Pairs, exact_dtype
-from tilewise.reductions import merge, nothing
+from tilewise.reductions import nothing
 from tilewise.ring import Carry, Parts, Ring, Visit, ring_of
 
 
@@ -28,6 +28,7 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
     """The stats of this rank's rows and columns over all columns and rows there are."""
     ring, columns = _ring(pairs, plan), plan.columns and not pairs.symmetric
     like = pairs.rows.new_empty(0, num_stats(plan), dtype=pairs.dtype)
+    merge = backend_of(pairs, plan).merge
     carry = Carry(like, lambda a, b: merge(a.t(), b.t()).t()) if columns else None
     rows, memos, kept = None, [], like.new_empty(0)
     for visit in ring.visits(_cargo(pairs), carry):
@@ -65,7 +66,7 @@ def differentiate(
     cargo = _cargo(pairs, *(x.t() for x in sides if ring.world > 1 and x.dim() == 2))
     like = pairs.rows.new_empty(0, pairs.shape[2], dtype=pairs.dtype)
     carry = Carry(like, lambda a, b: a.add_(b), adds=True) if needs.cols else None
-    total = _Total(pairs)
+    total = _Total(pairs, needs)
     for i, visit in enumerate(ring.visits(cargo, carry)):
         known = swept._replace(memo=swept.memo[i] if swept.memo.dim() == 2 else swept.memo)
         d_stats = upstream
@@ -102,8 +103,8 @@ def _differentiate(
 class _Total:
     """Gradients of this rank's rows, scale and bias so far."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: Pairs, needs: Needs) -> None:
+        self.pairs, self.needs = pairs, needs
         self.rows: Tensor | None = None
         # Two tensors: an op's results may not share memory.
         zero = pairs.rows.new_zeros((), dtype=exact_dtype(pairs.rows))
@@ -112,8 +113,10 @@ class _Total:
     def add(self, grads: Grads, share: float) -> Tensor | None:
         """Add those of a visit, of the scale a share; returns the columns' own."""
         self.rows = grads.rows  # from the second visit on in the same memory
-        self.scale += share * grads.scale
-        self.bias += share * grads.bias
+        if self.needs.scale:
+            self.scale += share * grads.scale
+        if self.needs.bias:
+            self.bias += share * grads.bias
         return grads.cols
 
     def grads(self, cols: Tensor | None) -> Grads:

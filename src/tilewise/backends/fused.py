@@ -153,6 +153,14 @@ def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tenso
     return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
 
 
+def merge(total: Tensor, more: Tensor) -> Tensor:
+    """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
+    from tilewise.backends import products
+
+    with torch.cuda.device_of(total):
+        return products.merge(total, more)
+
+
 def rescale(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient (N, D) without gaps by its gain (N,), in place."""
     from tilewise.backends import products

@@ -15,6 +15,7 @@ INDEX = tl.constexpr(2)
 LABEL = tl.constexpr(3)
 INF = tl.constexpr(float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 # The head of a sweep: numbers on the device that every kernel reads.
 SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of tiles,

@@ -91,6 +91,9 @@ class Backend(Protocol):
         May overwrite what was kept.
         """
 
+    def merge(self, total: Tensor, more: Tensor) -> Tensor:
+        """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
+
     def attend(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
 

@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewise.backends import adding
 from tilewise.backends import dz as dz_kernels
-from tilewise.backends import vectors
 from tilewise.tiles import Tile, balanced, padded
 
 
@@ -18,15 +18,24 @@ def piece(length: int, best: int, most: int, unit: int) -> int:
 
 def round_into(out: Tensor, x: Tensor, factor: Tensor, add: bool = False) -> Tensor:
     """x times a factor, rounded into `out` of its shape; both lie in memory without gaps."""
-    vectors.scaled[(triton.cdiv(x.numel(), 2048),)](
+    adding.scaled[(triton.cdiv(x.numel(), 2048),)](
         out, x, factor, None, x.numel(), 1, ADD=add, BLOCK=2048, num_warps=8
     )
     return out
 
 
+def merge(total: Tensor, more: Tensor) -> Tensor:
+    """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
+    k, size = total.shape
+    adding.merge[(triton.cdiv(size, 256),)](
+        total, *total.stride(), more, *more.stride(), size, K=k, BLOCK=256
+    )
+    return total
+
+
 def rescale(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient (N, D) by its gain (N,), in place."""
-    vectors.scaled[(triton.cdiv(grads.numel(), 2048),)](
+    adding.scaled[(triton.cdiv(grads.numel(), 2048),)](
         grads, grads, gain, gain, grads.numel(), grads.shape[1], ADD=False, BLOCK=2048,
         num_warps=8,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from tilewise.backends.kernels import (
     INDEX,
     INF,
     LABEL,
+    LN2,
     LOG2E,
     LOW,
     OFFSET2,
@@ -24,7 +25,6 @@ from tilewise.backends.kernels import (
     wide,
 )
 
-LN2 = tl.constexpr(0.6931471805599453)
 # Room below fp32's overflow, in log 2, for sums of 2^30 terms and their inverses.
 HEADROOM = tl.constexpr(89.0)
 
@@ -103,24 +103,6 @@ def measure(
         if units is not None:
             product = (product.to(tl.float64) * _inverse(units)).to(tl.float32)
         tl.store(dot + row, product, row < N)
-
-
-@triton.jit
-def scaled(out, x, factor, gain, count, D, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """x (rows, D) times a factor, or where there are none times each row's gain, rounded once.
-
-    Or added to what is there already.
-    """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
-    if gain is None:
-        value = value * tl.load(factor)
-    else:
-        value = value * tl.load(gain + at // D, inside, other=0.0)
-    if ADD:
-        value += tl.load(out + at, inside, other=0.0).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
