@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tilewise
-from tilewise import bench, bench_report, measure
+from tilewise import bench, bench_report, check_ring, measure
 from tilewise.errors import OptionError, TilewiseError
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ FREE_SHARE = 0.85  # of the processor; what matrix products get on an idle machi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 if it went well, 2 if an option was wrong."""
+    """Run the command; 0 if all is well, 1 if what it checks is not so, 2 if an option is wrong."""
     try:
         options = vars(_parser().parse_args(argv))
-        options.pop("command")
-        return _bench(options)
+        command = {"bench": _bench, "check-ring": _check_ring}[options.pop("command")]
+        return command(options)
     except TilewiseError as error:
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
@@ -45,7 +45,23 @@ def _parser() -> argparse.ArgumentParser:
         help="measure speed, memory and gradient error against dense PyTorch on this machine",
         argument_default=argparse.SUPPRESS,
     ))  # fmt: skip
+    _add_check_ring(commands.add_parser(
+        "check-ring",
+        help="under torchrun: compare all ranks with one process, and measure their links",
+        argument_default=argparse.SUPPRESS,
+    ))  # fmt: skip
     return parser
+
+
+def _add_check_ring(parser: argparse.ArgumentParser) -> None:
+    default = check_ring.CheckConfig
+    parser.add_argument("--pairs", type=int, help=f"of each rank (default {default.pairs})")
+    parser.add_argument("--dim", type=int, help=f"feature size (default {default.dim})")
+    parser.add_argument("--repeats", type=int, help=f"timed steps (default {default.repeats})")
+    parser.add_argument(
+        "--timeout", dest="timeout_s", type=float,
+        help=f"seconds after which a rank gives up (default {default.timeout_s:.0f})",
+    )  # fmt: skip
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +117,53 @@ def _bench(options: dict[str, Any]) -> int:
     _warn_if_busy(rows)
     _save(config, rows, folder)
     return 0
+
+
+def _check_ring(options: dict[str, Any]) -> int:
+    """The first rank prints; all of them return the same."""
+    bench_report.check_extras()
+    config = check_ring.CheckConfig(**options)
+    device = check_ring.start(config.timeout_s)
+    try:
+        report = check_ring.run(config, device)
+        if check_ring.is_first():
+            _show_report(config, report, measure.machine(device))
+    finally:
+        check_ring.stop()
+    return 0 if report.fine else 1
+
+
+def _show_report(
+    config: check_ring.CheckConfig, report: check_ring.Report, machine: measure.Machine
+) -> None:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    console = Console()
+    where = f"{report.world} ranks on {report.nodes} nodes, {report.backend}"
+    table = Table(title=f"{where}: against one process, float64", caption=str(machine))
+    for name in ("loss", "schedule", "largest relative difference", ""):
+        table.add_column(name, justify="right" if "difference" in name else "left")
+    for one in report.differences:
+        table.add_row(one.loss, one.schedule, f"{one.found:.1e}", "" if one.fine else "WRONG")
+    console.print(table)
+    speeds = Table(title=f"{config.pairs} pairs a rank, D = {config.dim}, slowest rank")
+    for name in ("schedule", "step (ms)", "arithmetic alone", "messages alone", "hidden"):
+        speeds.add_column(name, justify="left" if name == "schedule" else "right")
+    for speed in report.speeds:
+        hidden = "" if speed.overlap is None else f"{speed.overlap:.0%}"
+        times = (f"{ms:.2f}" for ms in (speed.step_ms, speed.alone_ms, speed.messages_ms))
+        speeds.add_row(speed.schedule, *times, hidden)
+    console.print(speeds)
+    if report.link is not None:
+        link = report.link
+        print(
+            f"to the next rank: {link.gb_per_s:.2f} GB/s, {link.latency_us:.0f} us a message, "
+            f"{link.hop_ms:.2f} ms for the columns and gradients of a rank"
+        )
+    print(f"schedule='auto' takes {report.chosen}")
+    verdict = "all ranks agree with one process" if report.fine else "the ranks do NOT agree"
+    print(verdict)
 
 
 def _save(config: bench.BenchConfig, rows: list[bench.Row], folder: Path) -> None:

@@ -38,7 +38,7 @@ class Machine(NamedTuple):
 # An H200 as measured (docs/distributed.md), NVLink and a 400 Gbit/s card as specified, less a fifth
 # to a third; a core and loopback TCP. Equal on all ranks, so that all choose alike.
 MACHINES = {
-    "cuda": Machine(6.5e14, 2e-4, Link(3e11, 1e-5), Link(4e10, 2e-5)),
+    "cuda": Machine(6.5e14, 2e-3, Link(3e11, 1e-5), Link(4e10, 2e-5)),
     "cpu": Machine(1e11, 2e-4, Link(1e9, 1e-4), Link(1e9, 1e-4)),
 }
 

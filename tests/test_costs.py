@@ -1,0 +1,95 @@
+"""Ways round, and what they cost."""
+
+import pytest
+
+from tilewise import costs
+from tilewise.routes import route_of
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "nodes", [(0,), (0,) * 5, (0, 0, 1, 1, 2, 2), (0, 1, 0, 1), (0, 1, 2), (0,) * 4 + (1,) * 4]
+)
+def test_every_block_visits_every_rank_once_and_comes_home(nodes):
+    world = len(nodes)
+    routes = [route_of(rank, nodes) for rank in range(world)]
+    for rank, route in enumerate(routes):
+        assert sorted(route.owners[:-1]) == list(range(world))
+        assert route.owners[0] == route.owners[-1] == rank
+        for step, after in enumerate(route.after):
+            assert routes[after].before[step] == rank
+            assert routes[after].owners[step + 1] == route.owners[step]
+
+
+def test_between_nodes_every_block_passes_once_a_node():
+    nodes = (0, 0, 0, 1, 1, 1, 2, 2, 2)
+    crossings = [
+        [nodes[rank] != nodes[to] for to in route_of(rank, nodes).after[:-1]] for rank in range(9)
+    ]
+    assert all(row == crossings[0] for row in crossings), "all leave their node at the same step"
+    assert sum(crossings[0]) == 2
+    flat = [
+        [nodes[rank] != nodes[to] for to in route_of(rank, (0,) * 9).after] for rank in range(9)
+    ]
+    assert all(any(column) for column in zip(*flat, strict=True)), "a plain ring crosses at each"
+
+
+LOAD = costs.Load(columns=1024, features=512, feature_bytes=2, stats=5, grads=True)
+MACHINE = costs.Machine(1e14, 1e-4, costs.Link(1e11, 1e-5), costs.Link(1e10, 1e-5))
+
+
+def seconds(schedule, load=LOAD, nodes=(0,) * 4, machine=MACHINE):
+    return costs.estimate(schedule, load, nodes, machine, 2**25).seconds
+
+
+def test_bytes_of_a_pass():
+    forward, backward = costs.passes(LOAD)
+    assert (forward.column_bytes, forward.found_bytes) == (1024, 20)
+    assert (backward.column_bytes, backward.found_bytes) == (1024 + 40, 2048)
+    assert costs.sent_per_column(forward, 3) == 2 * 1024 + 3 * 20
+    assert costs.sent_per_column(backward, 1) == 0
+    frozen = costs.passes(LOAD._replace(grads=False))[1]
+    assert (frozen.products, frozen.found_bytes) == (2, 0)
+
+
+def test_arithmetic_hides_messages_where_blocks_are_large():
+    large = costs.estimate("ring", LOAD._replace(columns=2**17), (0,) * 8, MACHINE, 2**25)
+    small = costs.estimate("ring", LOAD._replace(columns=2**11), (0,) * 8, MACHINE, 2**25)
+    home = 2**17 * 2068 / 1e11 + 2e-5  # the last hop of each pass waits for nothing else
+    assert large.waiting_s == pytest.approx(home)
+    assert small.waiting_s / small.seconds > 5 * large.waiting_s / large.seconds
+
+
+def test_a_plain_ring_waits_for_the_slow_link_at_every_step():
+    nodes = (0,) * 8 + (1,) * 8
+    slow = MACHINE._replace(between=costs.Link(1e9, 1e-5))
+    assert seconds("ring", nodes=nodes, machine=slow) > 4 * seconds("two-level", nodes=nodes,
+                                                                    machine=slow)  # fmt: skip
+    assert seconds("ring") == seconds("two-level"), "on one node they are the same"
+
+
+def choose(load, nodes, room=256 * MIB, machine=MACHINE):
+    return costs.choose(load, nodes, machine, 2**25, room)
+
+
+def test_the_choice_says_why():
+    alone = choose(LOAD, (0,))
+    assert str(alone) == "ring: a ring of one has nothing to send"
+    many = choose(LOAD._replace(columns=64), (0,) * 64)
+    assert many.name == "gather", "a visit costs more than its pairs"
+    assert "estimated ring" in many.why
+    tight = choose(LOAD._replace(columns=64), (0,) * 64, room=MIB)
+    assert tight.name == "ring"
+    assert "gathering would take" in tight.why
+    slow = MACHINE._replace(between=costs.Link(1e9, 1e-5))
+    large = choose(LOAD._replace(columns=2**13), (0,) * 8 + (1,) * 8, machine=slow, room=MIB)
+    assert large.name == "two-level"
+    assert choose(LOAD._replace(columns=2**15), (0, 0, 1)).name == "ring", "uneven nodes"
+
+
+def test_uneven_nodes_are_refused():
+    assert costs.refusal("two-level", [0, 0, 1]) == (
+        "it needs as many ranks on every node, got [1, 2]"
+    )
+    assert costs.refusal("ring", [0, 0, 1]) is None
