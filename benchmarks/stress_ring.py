@@ -1,4 +1,4 @@
-"""Random groups, sizes, frozen sides and losses over gloo, each against one process.
+"""Random groups, sizes, schedules, frozen sides and losses over gloo, each against one process.
 
     python benchmarks/stress_ring.py [--cases 500] [--ranks 5] [--seed 0]
 
@@ -39,7 +39,7 @@ def loss_of(name: str, sides: list[Tensor], scale: Tensor, at: Tensor, **how: An
 
 
 def draw(random_number: random.Random, ranks: int) -> dict[str, Any]:
-    """One case: how many ranks, their sizes, what is frozen, which loss, how large a slice is."""
+    """One case: ranks and their sizes, what is frozen, which loss, what travels how."""
     world = random_number.randint(1, ranks)
     sizes = [random_number.choice([0, 1, 2, 3, 5, 8, 13]) for _ in range(world)]
     sizes[random_number.randrange(world)] = random_number.randint(2, 9)  # not all empty
@@ -52,6 +52,8 @@ def draw(random_number: random.Random, ranks: int) -> dict[str, Any]:
         "seed": random_number.randrange(2**30),
         "slice": random_number.choice([1, 200, 2**26]),
         "promise": random_number.random() < 0.3,
+        "schedule": random_number.choice(["auto", "ring", "two-level", "gather"]),
+        "per_node": random_number.choice([x for x in range(1, world + 1) if world % x == 0]),
     }
 
 
@@ -99,7 +101,9 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
             ring.SLICE_BYTES = case["slice"]
             group, start = groups[len(sizes) - 1], sum(sizes[:rank])
             how = {"sizes": sizes} if case["promise"] else {}
-            mine = gradients(case, start, start + sizes[rank], group=group, **how)
+            os.environ["LOCAL_WORLD_SIZE"] = str(case["per_node"])
+            mine = gradients(case, start, start + sizes[rank], group=group,
+                             schedule=case["schedule"], **how)  # fmt: skip
             worst = max(worst, worst_difference(case, mine, group))
             if worst > 1e-12:
                 sys.exit(f"rank {rank}, case {number}: off by {worst:.1e}: {case}")

@@ -1,11 +1,17 @@
 """The same contracts on a CUDA device: `pytest -m gpu`."""
 
+import importlib
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import oracle
 import tilewise as tw
+from tilewise import ring
 
 pytestmark = [
     pytest.mark.gpu,
@@ -295,3 +301,72 @@ def test_mixed_devices_raise():
         tw.clip_loss(unit(4, 4), unit(4, 4).cpu(), 1.0)
     with pytest.raises(tw.DeviceError, match="scale must be on the device"):
         tw.clip_loss(unit(4, 4), unit(4, 4), torch.tensor(1.0))
+
+
+# Several ranks
+
+
+@pytest.fixture
+def group_of():
+    """A group of so many ranks, of which this process is the first, on this one GPU."""
+    sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+    importlib.import_module("mirror")
+
+    def make(backend, world):
+        dist.init_process_group(backend, rank=0, world_size=world, store=dist.HashStore())
+        return dist.group.WORLD
+
+    yield make
+    dist.destroy_process_group()
+
+
+RINGS = ("clip", "clip-labels", "siglip", "info_nce-smooth")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("schedule", ["ring", "gather"])
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_one_rank_of_four(name, schedule, dtype, group_of, monkeypatch):
+    """Four of the same ranks, messages on a stream of their own, against the features four times.
+
+    Slices are so small that slots are used again many times.
+    """
+    monkeypatch.setattr(ring, "SLICE_BYTES", 2**16)
+    a, b = unit(1500, 96, dtype), unit(1500, 96, dtype, seed=1)
+    how = {"group": group_of("mirror", 4), "schedule": schedule, "backend": "fused"}
+    loss, *grads = step(LOSSES[name], a, b, **how)
+    again = step(LOSSES[name], a, b, **how)
+    repeated = labels_repeated if name == "clip-labels" else LOSSES[name]
+    many = [x.repeat(4, 1) for x in (a, b)]
+    alone = step(repeated, *many, backend="fused")
+    truth = step(repeated, *(x.double() for x in many))
+    for x, y in zip((loss, *grads), again, strict=True):
+        assert torch.equal(x, y)
+    assert abs(loss.double() - truth[0]) <= 2e-6 * abs(truth[0])
+    eps = torch.finfo(dtype).eps
+    for x, y, z in zip(grads[:2], truth[1:3], alone[1:3], strict=True):
+        wanted = 4 * y[:1500]
+        bar = 2 * (4.0 * z[:1500].double() - wanted).norm() + eps * wanted.norm()
+        assert (x.double() - wanted).norm() <= bar
+    assert abs(grads[2].double() - truth[3]) <= 2e-4 * abs(truth[3])
+
+
+def labels_repeated(a, b, s, **how):
+    labels = halves(a[: len(a) // 4]).repeat(4)
+    return tw.clip_loss(a, b, s, labels=labels, **how)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "two-level", "gather"])
+@pytest.mark.parametrize("name", RINGS)
+def test_nccl_alone(name, schedule, group_of):
+    """The only world there is on one GPU: the same bits as without a group."""
+    a, b = unit(700, 64, torch.bfloat16), unit(700, 64, torch.bfloat16, seed=1)
+    group = group_of("nccl", 1)
+    alone = step(LOSSES[name], a, b)
+    shared = step(LOSSES[name], a, b, group=group, schedule=schedule)
+    for x, y in zip(alone, shared, strict=True):
+        if name == "siglip":  # one sweep alone, two in a group
+            assert torch.allclose(x.float(), y.float(), rtol=1e-2, atol=1e-6)
+        else:
+            assert torch.equal(x, y)
