@@ -86,7 +86,7 @@ def features(local: int, dim: int, device: torch.device) -> list[Tensor]:
 
 
 def measure_case(text: str, options: argparse.Namespace) -> Row:
-    """One rank of a case: one step to compile, one for its memory, and one or more for its time."""
+    """One rank of a case: one step to compile, one for its memory, and that or five for its time."""
     ranks, batch = parse_case(text)
     local, device = batch // ranks, options.device
     sides = features(local, options.dim, device)
@@ -101,8 +101,12 @@ def measure_case(text: str, options: argparse.Namespace) -> Row:
 
     step(min(local, 32768))
     gc.collect()
-    peak = measure.peak_bytes(step, device)
-    step_s = repeated_s(step, device)
+    times: list[float] = []
+    peak = measure.peak_bytes(lambda: times.append(timed_s(step, device)), device)
+    # Long ones are steady, and the first of the short ones may still load something.
+    if times[0] < 2:
+        times = [timed_s(step, device) for _ in range(5)]
+    step_s = statistics.median(times)
     gradients = 2 * sides[0].numel() * sides[0].element_size()
     flop = 8.0 * local * batch * options.dim
     speed = 1e12 * measure.gemm_tflops(device, sides[0].dtype)
@@ -126,16 +130,13 @@ def make_group(ranks: int) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def repeated_s(step: Callable[[], None], device: torch.device) -> float:
-    """Median of five, or of as many as begin within two seconds."""
-    times: list[float] = []
-    while not times or (len(times) < 5 and sum(times) < 2):
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def timed_s(step: Callable[[], None], device: torch.device) -> float:
+    """Of one call."""
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def predict(flop_per_s: float, ranks: int, side: Tensor) -> costs.Estimate:

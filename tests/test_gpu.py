@@ -367,6 +367,6 @@ def test_nccl_alone(name, schedule, group_of):
     shared = step(LOSSES[name], a, b, group=group, schedule=schedule)
     for x, y in zip(alone, shared, strict=True):
         if name == "siglip":  # one sweep alone, two in a group
-            assert torch.allclose(x.float(), y.float(), rtol=1e-2, atol=1e-6)
+            assert (x.float() - y.float()).norm() <= 4e-3 * y.float().norm()
         else:
             assert torch.equal(x, y)
