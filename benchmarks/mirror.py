@@ -81,7 +81,7 @@ class Mirror(dist.ProcessGroup):
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *_: Any) -> Copied:
         """What this rank found for all ranks is what they found for it."""
-        out.copy_(x.view(self.world, *out.shape).sum(0))
+        torch.sum(x.view(self.world, *out.shape), 0, out=out)
         return Copied(None)
 
     def all_to_all_single(self, out: Tensor, x: Tensor, *_: Any) -> Copied:

@@ -9,6 +9,7 @@ would add is a model (`tilewise.costs`), with this GPU's speed as measured: node
 import argparse
 import csv
 import gc
+import os
 import re
 import statistics
 import sys
@@ -86,12 +87,13 @@ def features(local: int, dim: int, device: torch.device) -> list[Tensor]:
 
 
 def measure_case(text: str, options: argparse.Namespace) -> Row:
-    """One rank of a case: one step to compile, one for its memory, and that or five for its time."""
+    """One rank of a case: a step to compile, one for its memory, and that or five for its time."""
     ranks, batch = parse_case(text)
     local, device = batch // ranks, options.device
     sides = features(local, options.dim, device)
     block_mib = local * options.dim * sides[0].element_size() / 2**20
     workspace_mib = min(256.0, max(128.0, block_mib))
+    os.environ["LOCAL_WORLD_SIZE"] = str(PER_NODE)
     group = make_group(ranks)
     how = {"workspace_mib": workspace_mib, "group": group, "schedule": options.schedule}
 
@@ -110,7 +112,7 @@ def measure_case(text: str, options: argparse.Namespace) -> Row:
     gradients = 2 * sides[0].numel() * sides[0].element_size()
     flop = 8.0 * local * batch * options.dim
     speed = 1e12 * measure.gemm_tflops(device, sides[0].dtype)
-    found = predict(flop / step_s, ranks, sides[0])
+    found = predict(flop / step_s, ranks, sides[0], options.schedule)
     paper, share = PAPER.get(text, (None, None))
     return Row(
         text, ranks, batch, local, options.dim, options.schedule, workspace_mib,
@@ -139,14 +141,15 @@ def timed_s(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def predict(flop_per_s: float, ranks: int, side: Tensor) -> costs.Estimate:
+def predict(flop_per_s: float, ranks: int, side: Tensor, schedule: str) -> costs.Estimate:
     """A step with links, at the speed that was measured without."""
     machine = costs.MACHINES["cuda"]._replace(flop_per_s=flop_per_s, visit_s=0.0)
-    load = costs.Load(len(side), side.shape[1], side.element_size(), stats=5, grads=True)
+    slices = -(-len(side) // ring.slice_height(side, [len(side)] * ranks))
+    load = costs.Load(
+        len(side), side.shape[1], side.element_size(), slices, stats=5, carried=True, grads=True
+    )
     nodes = [rank // PER_NODE for rank in range(ranks)]
-    ways = [costs.estimate(name, load, nodes, machine, ring.SLICE_BYTES)
-            for name in ("ring", "two-level")]  # fmt: skip
-    return min(ways, key=lambda one: one.seconds)
+    return costs.estimate(schedule, load, nodes, machine)
 
 
 def line_of(row: Row) -> str:
@@ -175,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES), help="RANKSxBATCH, with commas")
     parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--schedule", default="ring", choices=costs.SCHEDULES)
+    parser.add_argument("--schedule", default="two-level", choices=costs.SCHEDULES)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(arguments)
     options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -35,12 +35,14 @@ def test_between_nodes_every_block_passes_once_a_node():
     assert all(any(column) for column in zip(*flat, strict=True)), "a plain ring crosses at each"
 
 
-LOAD = costs.Load(columns=1024, features=512, feature_bytes=2, stats=5, grads=True)
+LOAD = costs.Load(
+    columns=1024, features=512, feature_bytes=2, slices=1, stats=5, carried=True, grads=True
+)
 MACHINE = costs.Machine(1e14, 1e-4, costs.Link(1e11, 1e-5), costs.Link(1e10, 1e-5))
 
 
 def seconds(schedule, load=LOAD, nodes=(0,) * 4, machine=MACHINE):
-    return costs.estimate(schedule, load, nodes, machine, 2**25).seconds
+    return costs.estimate(schedule, load, nodes, machine).seconds
 
 
 def test_bytes_of_a_pass():
@@ -54,8 +56,8 @@ def test_bytes_of_a_pass():
 
 
 def test_arithmetic_hides_messages_where_blocks_are_large():
-    large = costs.estimate("ring", LOAD._replace(columns=2**17), (0,) * 8, MACHINE, 2**25)
-    small = costs.estimate("ring", LOAD._replace(columns=2**11), (0,) * 8, MACHINE, 2**25)
+    large = costs.estimate("ring", LOAD._replace(columns=2**17), (0,) * 8, MACHINE)
+    small = costs.estimate("ring", LOAD._replace(columns=2**11), (0,) * 8, MACHINE)
     home = 2**17 * 2068 / 1e11 + 2e-5  # the last hop of each pass waits for nothing else
     assert large.waiting_s == pytest.approx(home)
     assert small.waiting_s / small.seconds > 5 * large.waiting_s / large.seconds
@@ -70,7 +72,7 @@ def test_a_plain_ring_waits_for_the_slow_link_at_every_step():
 
 
 def choose(load, nodes, room=256 * MIB, machine=MACHINE):
-    return costs.choose(load, nodes, machine, 2**25, room)
+    return costs.choose(load, nodes, machine, room)
 
 
 def test_the_choice_says_why():
@@ -86,6 +88,22 @@ def test_the_choice_says_why():
     large = choose(LOAD._replace(columns=2**13), (0,) * 8 + (1,) * 8, machine=slow, room=MIB)
     assert large.name == "two-level"
     assert choose(LOAD._replace(columns=2**15), (0, 0, 1)).name == "ring", "uneven nodes"
+    assert choose(LOAD._replace(columns=2**15), (0, 0, 1, 1)).name == "two-level", "of equals"
+    assert choose(LOAD._replace(columns=0), (0, 0)).why == "there is nothing to send"
+
+
+def test_gathering_uses_all_links_of_a_node():
+    nodes, block = (0,) * 8 + (1,) * 8, 1e9
+    assert costs._collective_s(block, nodes, MACHINE) == pytest.approx(15e9 / 1e11 + 4e-5)
+    slow = MACHINE._replace(between=costs.Link(1e9, 1e-5))
+    assert costs._collective_s(block, nodes, slow) == pytest.approx(8 / 8 + 4e-5)
+
+
+def test_what_a_symmetric_loss_sends():
+    """NT-Xent and SupCon: nothing follows forward, and no gradients of columns."""
+    forward, backward = costs.passes(LOAD._replace(carried=False, grads=False))
+    assert forward.found_bytes == backward.found_bytes == 0
+    assert backward.column_bytes == 1024 + 2 * 20
 
 
 def test_uneven_nodes_are_refused():

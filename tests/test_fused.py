@@ -636,7 +636,7 @@ def test_stats_of_two_visits_are_merged(k):
     if k > 1:
         a[3], b[3] = (torch.arange(300) % 2).float(), (torch.arange(300) % 3 == 0).float()
         a[0, ::5], b[0, ::7] = -torch.inf, -torch.inf
-        a[0, 2::70], b[4, 1::3] = torch.nan, 300.0
+        a[0, 2::70], b[4, 1::3], b[0, 3::50] = torch.nan, 300.0, torch.inf
     truth = merged(a, b)
     for total, more in ((a.clone(), b.clone()), (a.t().clone().t(), b.t().clone().t())):
         assert fused.merge(total, more) is total

@@ -83,12 +83,12 @@ def features(size, d=8, dtype=torch.float64):
     return functional.normalize(made, dim=-1).to(dtype)
 
 
-def step(name, start, stop, size, dtype=torch.float64, freeze=(), **how):
+def step(name, start, stop, size, dtype=torch.float64, freeze=(), scale=5.0, **how):
     """(loss, gradients of both sides and the scale) of some rows of a batch."""
     a, b = (side[start:stop].clone().requires_grad_() for side in features(size, dtype=dtype))
     for frozen, side in ((0, a), (1, b)):
         side.requires_grad_(frozen not in freeze)
-    s = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    s = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
     loss = LOSSES[name](a, b, s, torch.arange(start, stop), **how)
     loss.backward()
     grads = (torch.zeros_like(x) if x.grad is None else x.grad for x in (a, b, s))
@@ -99,7 +99,8 @@ def shares(rank, cases, slice_bytes):
     """What each case gives this rank."""
     if slice_bytes:
         ring.SLICE_BYTES = slice_bytes
-    os.environ["LOCAL_WORLD_SIZE"] = "1" if dist.get_world_size() % 2 else "2"
+    world = dist.get_world_size()
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if world % 2 else str(world // 2)
     found = []
     for name, sizes, options in cases:
         start = sum(sizes[:rank])
@@ -145,31 +146,32 @@ def halves(rank, cases):
     return shares(rank, cases, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_as_exact_as_one_process(dtype):
-    """Three ranks are off by no more than twice what one process is, and a rounding."""
-    sizes = [40, 0, 57]
+    """Four ranks are off by no more than twice what one process is, and a rounding."""
+    sizes = [40, 0, 30, 27]
     cases = [
-        (name, sizes, {"dtype": dtype, "schedule": schedule})
+        (name, sizes, {"dtype": dtype, "schedule": schedule, "scale": scale})
         for name in ("clip", "siglip", "nt_xent", "sup_con")
-        for schedule in ("ring", "gather")
+        for schedule in ("ring", "two-level", "gather")
+        for scale in (1.0, 14.3, 100.0)
     ]
-    parts = run(halves, 3, cases)
+    parts = run(halves, 4, cases)
     for i, (name, _, options) in enumerate(cases):
         options.pop("schedule")
         # Averaged in double: in bf16 a third of a gradient is not the gradient of a third.
         got = whole(name, sizes, [[x.double() for x in part[i]] for part in parts])
         alone = step(name, 0, 97, 97, **options)
         rounded = [x.to(dtype).double() for x in features(97)]
-        truth = _truth(name, rounded)
+        truth = _truth(name, rounded, options["scale"])
         for x, y, z in zip(got, alone, truth, strict=True):
             bar = 2 * (y.double() - z).norm() + torch.finfo(dtype).eps * z.norm()
             assert (x - z).norm() <= bar, (name, (x - z).norm(), bar)
 
 
-def _truth(name, sides):
+def _truth(name, sides, scale):
     a, b = (side.clone().requires_grad_() for side in sides)
-    s = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    s = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
     loss = LOSSES[name](a, b, s, torch.arange(len(a)))
     loss.backward()
     return [loss.detach(), *(torch.zeros(()) if x.grad is None else x.grad for x in (a, b, s))]
@@ -216,6 +218,7 @@ def with_modules(rank):
         again = tw.clip_loss(a, b, s, group=nodes, schedule=schedule)
         assert torch.allclose(plain, again, rtol=1e-12)
     assert groups.nodes_of(nodes) == [0, 1]
+    assert groups.own_node(mesh) == 0
     unnamed = dist.device_mesh.init_device_mesh("cpu", (2, 1))
     with pytest.raises(tw.OptionError, match="must have one dimension, or two with names"):
         tw.clip_loss(a, b, s, group=unnamed)
@@ -247,7 +250,10 @@ def odd_calls(rank):
     for name, schedule in itertools.product(LOSSES, ("auto", "ring", "gather")):
         loss = step(name, 0, 0, 0, schedule=schedule, **group)[0]
         assert float(loss) == 0, name
-    assert "estimated ring" in str(tw.explain_schedule(a, b, **group))
+    chosen = tw.explain_schedule(a, b, **group)
+    assert chosen.name == "gather", "few pairs"
+    assert chosen == tw.explain_schedule(a, b, sizes=[3, 3], **group)
+    assert torch.equal(tw.clip_loss(a, b, 5.0), tw.clip_loss(a, b, 5.0, schedule="auto"))
     with pytest.raises(tw.RingError, match="schedule must be one of"):
         tw.clip_loss(a, b, 5.0, schedule="tree", **group)
     with pytest.raises(tw.OptionError, match="one entry for each of 2 ranks, 3 for rank"):
@@ -262,6 +268,52 @@ def odd_calls(rank):
 
 def test_odd_calls():
     run(odd_calls, 2)
+
+
+def on_uneven_nodes(rank):
+    """Two ranks on one node and one on another, as torchrun tells them."""
+    os.environ.update(LOCAL_WORLD_SIZE="2" if rank < 2 else "1", GROUP_RANK=str(rank // 2))
+    a, b = features(6)[:, 2 * rank : 2 * rank + 2]
+    group = dist.group.WORLD
+    assert groups.nodes_of(group) == [0, 0, 1]
+    found = [tw.clip_loss(a, b, 5.0, group=group, schedule=x) for x in ("auto", "ring", "gather")]
+    promised = tw.clip_loss(a, b, 5.0, group=group, schedule="ring", sizes=[2, 2, 2])
+    assert torch.equal(found[1], promised)
+    with pytest.raises(tw.OptionError, match=r"as many ranks on every node, got \[1, 2\]"):
+        tw.clip_loss(a, b, 5.0, group=group, schedule="two-level")
+    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ[name] = ""
+    assert groups.own_node(group) == 0
+    os.environ["SLURM_NODEID"] = "3"
+    assert groups.own_node(group) == 3
+    return found
+
+
+def test_uneven_nodes():
+    a, b = features(6)
+    for loss in zip(*run(on_uneven_nodes, 3), strict=True):
+        assert torch.allclose(sum(loss) / 3, tw.clip_loss(a, b, 5.0).double(), rtol=1e-12)
+
+
+def slots_made(rank, sizes):
+    """How many slots a backward makes beside the slices of one's own gradients."""
+    made = []
+    plain = ring._Passage._free
+    ring.SLICE_BYTES = 16 * 8 * 8
+    ring._Passage._free = lambda self, message: (plain(self, message), made.append(self.slots))
+    start = sum(sizes[:rank])
+    loss = tw.clip_loss(*(x[start : start + sizes[rank]].requires_grad_()
+                          for x in features(sum(sizes))), 5.0, group=dist.group.WORLD,
+                        schedule="ring")  # fmt: skip
+    made.clear()
+    loss.backward()
+    return len(made[-1]) - -(-sizes[rank] // 16)
+
+
+def test_slots_do_not_pile_up():
+    """Two slices are on their way, however uneven the ranks are; one more for a longer block."""
+    assert max(run(slots_made, 5, [64] * 5)) == 2
+    assert max(run(slots_made, 5, [72, 71, 70, 69, 67])) <= 3
 
 
 def test_a_group_needs_torch_distributed():
@@ -488,7 +540,8 @@ def check_mismatches(seconds):
 def dying(rank, hop, backward, how, schedule="ring"):
     """Rank 1 is killed or stopped at a hop. What the others say, and how long they waited."""
     hops = 0
-    plain = ring.Ring.exchange
+    send = "collect" if schedule == "gather" else "exchange"
+    plain = getattr(ring.Ring, send)
 
     def exchange(self, *args):
         nonlocal hops
@@ -502,11 +555,11 @@ def dying(rank, hop, backward, how, schedule="ring"):
     how_sent = {"group": dist.group.WORLD, "schedule": schedule}
     tw.clip_loss(a, b, 5.0, **how_sent).backward()  # imports and connections
     if not backward:
-        ring.Ring.exchange = exchange
+        setattr(ring.Ring, send, exchange)
     start = time.perf_counter()
     try:
         loss = tw.clip_loss(a, b, 5.0, **how_sent)
-        ring.Ring.exchange = exchange
+        setattr(ring.Ring, send, exchange)
         start = time.perf_counter()
         loss.backward()
     except tw.RingError as error:
@@ -534,6 +587,14 @@ HOPS = 7  # of four ranks, either way: three of features, four of what follows t
 def test_a_killed_rank(hop, backward):
     """Everyone raises and says whom it waited for."""
     check_survivors(run(dying, 4, hop, backward, signal.SIGKILL, lost=(1,)), SOON)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_killed_while_all_gather(backward):
+    parts = run(dying, 4, 0, backward, signal.SIGKILL, "gather", lost=(1,))
+    for said, waited in parts:
+        assert "waited for all ranks, and one did not answer" in said
+        assert waited <= SOON
 
 
 @pytest.mark.slow

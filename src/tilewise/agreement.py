@@ -75,8 +75,8 @@ def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     """The plan for all ranks, once they agree on what is to be done."""
     group, sizes = how.get("group"), how.get("sizes")
     if group is None:
-        for name in ("sizes", "schedule"):
-            if how.get(name) is not None:
+        for name, silent in (("sizes", None), ("schedule", "auto")):
+            if how.get(name, silent) != silent:
                 raise OptionError(f"{name}= is about the ranks of a group, which was not given")
         return plan
     if plan.check_values or pairs.rows.device.type == "cpu":
@@ -84,14 +84,16 @@ def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
     # What is kept for the backward would be of some columns only.
     plan = plan._replace(group=groups.name_of(group), keep_bytes=0)
-    asked, nodes = how.get("schedule", "auto"), groups.nodes_of(group)
+    asked = how.get("schedule", "auto")
+    if sizes is None:
+        facts = {**_facts(pairs, plan), "schedule": asked}
+        sizes, nodes = groups.agree(group, facts, pairs.shape[1])
+    else:
+        groups.check_sizes(group, sizes, pairs.shape[1])
+        nodes = groups.nodes_of(group)
     why = costs.refusal(asked, nodes)
     if why is not None:
         raise OptionError(f"schedule={asked!r} cannot be had: {why}; use schedule='auto'")
-    if sizes is None:
-        facts = {**_facts(pairs, plan), "schedule": asked, "nodes": nodes}
-        sizes = groups.agree(group, facts, pairs.shape[1])
-    groups.check_sizes(group, sizes, pairs.shape[1])
     if asked == "auto":
         asked = _choose(pairs, plan, sizes, nodes).name
     ways = {"ring": [0] * len(nodes), "two-level": nodes, "gather": []}
@@ -106,15 +108,17 @@ def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]
         columns=max(sizes),
         features=pairs.shape[2],
         feature_bytes=pairs.rows.element_size(),
+        slices=len(range(0, max(sizes), ring.slice_height(pairs.columns, sizes))),
         stats=rounds.num_stats(plan) if travel else 0,
+        carried=plan.columns and not pairs.symmetric,
         grads=wanted,
     )
     machine = costs.MACHINES.get(pairs.rows.device.type, costs.MACHINES["cpu"])
     # Known beforehand, so that the choice, and with it the bits of a result, stay as they are.
-    room = GATHER_ROOM * plan.workspace_bytes
-    return costs.choose(load, nodes, machine, ring.SLICE_BYTES, room)
+    return costs.choose(load, nodes, machine, GATHER_ROOM * plan.workspace_bytes)
 
 
+@together
 def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) -> costs.Schedule:
     """How `clip_loss` of such features would send columns round a group, and why.
 
@@ -125,9 +129,11 @@ def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) ->
     )
     if how.get("group") is None:
         raise OptionError("group must be given to say how its ranks talk; got None")
-    how = {**how, "schedule": "auto"}
-    plan = with_group(make_plan(how, "logsumexp", True, False), how, pairs)
-    return _choose(pairs, plan, plan.sizes, groups.nodes_of(how["group"]))
+    plan = make_plan(how, "logsumexp", True, False)
+    sizes, nodes = how.get("sizes"), None
+    if sizes is None:
+        sizes, nodes = groups.agree(how["group"], _facts(pairs, plan), pairs.shape[1])
+    return _choose(pairs, plan, sizes, nodes or groups.nodes_of(how["group"]))
 
 
 def _facts(pairs: Pairs, plan: Plan) -> dict[str, object]:

@@ -117,7 +117,8 @@ def is_first() -> bool:
 
 
 def stop() -> None:
-    """Leave the group."""
+    """Leave the group, once all are here: a rank that ends early takes its connections with it."""
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -124,12 +124,10 @@ def _check_ring(options: dict[str, Any]) -> int:
     bench_report.check_extras()
     config = check_ring.CheckConfig(**options)
     device = check_ring.start(config.timeout_s)
-    try:
-        report = check_ring.run(config, device)
-        if check_ring.is_first():
-            _show_report(config, report, measure.machine(device))
-    finally:
-        check_ring.stop()
+    report = check_ring.run(config, device)
+    if check_ring.is_first():
+        _show_report(config, report, measure.machine(device))
+    check_ring.stop()
     return 0 if report.fine else 1
 
 

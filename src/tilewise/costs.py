@@ -49,13 +49,20 @@ class Load(NamedTuple):
     columns: int  # of a rank: the most that one has; as many rows
     features: int  # D
     feature_bytes: int  # of one number
-    stats: int  # numbers found out about a column in the forward that travel with it, or 0
+    slices: int  # that these columns are cut into
+    stats: int  # numbers found out about a column that its backward needs, or 0
+    carried: bool  # whether these travel with it in the forward
     grads: bool  # whether the columns' gradients travel
 
     @property
     def flop(self) -> float:
         """Of one product of a rank's rows and another's columns."""
         return 2.0 * self.columns**2 * self.features
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of a number that is added up."""
+        return max(4, self.feature_bytes)
 
 
 class Pass(NamedTuple):
@@ -98,47 +105,44 @@ class Schedule(NamedTuple):
 
 def passes(load: Load) -> tuple[Pass, Pass]:
     """Forward and backward."""
-    row = load.features * load.feature_bytes
-    wide = load.features * max(4, load.feature_bytes)
+    row, wide = load.features * load.feature_bytes, load.features * load.wide_bytes
+    stats = load.stats * load.wide_bytes
     both_ways = 1 + load.grads  # gradients of rows, and of columns
     return (
-        Pass(1, row, 4 * load.stats),
-        Pass(1 + both_ways, row + 8 * load.stats, wide if load.grads else 0),
+        Pass(1, row, stats if load.carried else 0),
+        Pass(1 + both_ways, row + 2 * stats, wide if load.grads else 0),
     )
 
 
-def estimate(
-    schedule: str, load: Load, nodes: Sequence[int], machine: Machine, slice_bytes: int
-) -> Estimate:
+def estimate(schedule: str, load: Load, nodes: Sequence[int], machine: Machine) -> Estimate:
     """What a schedule costs on ranks that are on such nodes."""
-    world, many = len(nodes), len(set(nodes)) > 1
-    row = load.features * load.feature_bytes
-    slices = max(1, math.ceil(load.columns * row / slice_bytes))
+    world, gathers = len(nodes), schedule == "gather"
     time = waiting = 0.0
     for one in passes(load):
-        visit = machine.visit_s + one.products * load.flop / machine.flop_per_s
-        visit += (slices - 1) * machine.visit_s
-        if schedule == "gather":
-            busy, waits = _gathered(one, load, world, machine, many)
+        if gathers:
+            busy, waits = _gathered(one, load, nodes, machine)
         else:
-            crossings = _crossings(schedule, nodes)
-            hops = [
-                machine.link(x).seconds(load.columns * one.hop_bytes, slices) for x in crossings
-            ]
-            waits = sum(max(0.0, hop - visit) for hop in hops)
-            if one.found_bytes and world > 1:
-                waits += machine.link(many).seconds(load.columns * one.found_bytes)
-            busy = world * visit
+            busy, waits = _passed_on(one, load, _crossings(schedule, nodes), machine)
         time, waiting = time + busy + waits, waiting + waits
-    blocks = world if schedule == "gather" else 1
-    wide = load.features * max(4, load.feature_bytes) if load.grads else 0
-    return Estimate(
-        schedule,
-        time,
-        waiting,
-        blocks * load.columns * (row + wide),
-        sum(load.columns * sent_per_column(one, world) for one in passes(load)),
-    )
+    wide = load.wide_bytes if load.grads else 0
+    held = load.columns * load.features * (load.feature_bytes + wide)
+    sent = load.columns * sum(sent_per_column(one, world) for one in passes(load))
+    return Estimate(schedule, time, waiting, held * (world if gathers else 1), sent)
+
+
+def _passed_on(
+    one: Pass, load: Load, crossings: list[bool], machine: Machine
+) -> tuple[float, float]:
+    """Seconds at work, and waiting, of columns that go from rank to rank."""
+    visit = load.slices * machine.visit_s + one.products * load.flop / machine.flop_per_s
+    messages = load.slices * (2 if one.found_bytes else 1)
+    waits = 0.0
+    for crosses in crossings:
+        hop = machine.link(crosses).seconds(load.columns * one.hop_bytes, messages)
+        waits += max(0.0, hop - visit)
+    if one.found_bytes and crossings:  # home, while nothing else is done
+        waits += machine.link(any(crossings)).seconds(load.columns * one.found_bytes)
+    return (len(crossings) + 1) * visit, waits
 
 
 def sent_per_column(one: Pass, world: int) -> int:
@@ -155,38 +159,46 @@ def _crossings(schedule: str, nodes: Sequence[int]) -> list[bool]:
     return [step % width == width - 1 for step in range(world - 1)]
 
 
-def _gathered(
-    one: Pass, load: Load, world: int, machine: Machine, many: bool
-) -> tuple[float, float]:
-    """Seconds at work, and waiting."""
-    link, work = machine.link(many), one.products * load.flop / machine.flop_per_s
-    messages = math.ceil(math.log2(max(2, world)))
-    coming = link.seconds((world - 1) * load.columns * one.column_bytes, messages)
+def _gathered(one: Pass, load: Load, nodes: Sequence[int], machine: Machine) -> tuple[float, float]:
+    """Seconds at work, and waiting, of columns that come all at once."""
+    world, work = len(nodes), one.products * load.flop / machine.flop_per_s
+    coming = _collective_s(load.columns * one.column_bytes, nodes, machine)
     waits = max(0.0, coming - machine.visit_s - work)
     if one.found_bytes:
-        waits += link.seconds((world - 1) * load.columns * one.found_bytes, messages)
-    # One's own columns, and one visit for those before and one for those after.
+        waits += _collective_s(load.columns * one.found_bytes, nodes, machine)
+    # One's own columns, and then those of the ranks before and of those after.
     return min(3, world) * machine.visit_s + world * work, waits
 
 
-def choose(
-    load: Load, nodes: Sequence[int], machine: Machine, slice_bytes: int, room_bytes: int
-) -> Schedule:
+def _collective_s(block_bytes: float, nodes: Sequence[int], machine: Machine) -> float:
+    """To bring each rank's block to all: over all links of a node at once, as NCCL does it."""
+    world, count = len(nodes), len(set(nodes))
+    messages = math.ceil(math.log2(max(2, world)))
+    inside = machine.inside.seconds((world - 1) * block_bytes, messages)
+    if count == 1:
+        return inside
+    width = world / count
+    return max(inside, machine.between.seconds((world - width) / width * block_bytes, messages))
+
+
+def choose(load: Load, nodes: Sequence[int], machine: Machine, room_bytes: int) -> Schedule:
     """The fastest schedule by estimate; gathering only where its columns fit into `room_bytes`."""
     if len(nodes) == 1:
         return Schedule("ring", "a ring of one has nothing to send")
+    if not load.columns:
+        return Schedule("ring", "there is nothing to send")
     levels = len(set(nodes)) > 1 and refusal("two-level", nodes) is None
-    names = ["ring", "two-level"] if levels else ["ring"]
-    told = ""
-    found = estimate("gather", load, nodes, machine, slice_bytes)
-    if found.extra_bytes <= room_bytes and load.columns:
+    # Of two that cost the same the first is taken.
+    names = ["two-level", "ring"] if levels else ["ring"]
+    told, found = "", estimate("gather", load, nodes, machine)
+    if found.extra_bytes <= room_bytes:
         names.append("gather")
     else:
         told = (
             f"; gathering would take {found.extra_bytes / 2**20:,.0f} MiB, more than "
             f"{room_bytes / 2**20:,.0f}, four times the workspace"
         )
-    estimates = [estimate(name, load, nodes, machine, slice_bytes) for name in names]
+    estimates = [estimate(name, load, nodes, machine) for name in names]
     best = min(estimates, key=lambda one: one.seconds)
     return Schedule(best.schedule, "estimated " + "; ".join(map(str, estimates)) + told)
 

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,30 @@ def name_of(group: Group | None) -> str:
     return str(group.group_name)
 
 
-def nodes_of(group: Group) -> list[int]:
-    """Which node each rank of a group is on: by its mesh, or by torchrun's LOCAL_WORLD_SIZE.
-
-    With neither all ranks are taken to be on one.
-    """
-    ranks = dist.get_process_group_ranks(_process_group(group))
+def own_node(group: Group) -> int:
+    """Which node this rank is on: by its mesh, or by what torchrun or SLURM tell it; else 0."""
+    rank = dist.get_rank()
     if getattr(group, "ndim", 1) == 2:
-        places = {rank: node for node, row in enumerate(group.mesh.tolist()) for rank in row}
-        return [places[rank] for rank in ranks]
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return [rank // per_node for rank in ranks]
+        return next(node for node, row in enumerate(group.mesh.tolist()) if rank in row)
+    told = {name: os.environ.get(name, "") for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE",
+                                                        "SLURM_NODEID")}  # fmt: skip
+    if told["GROUP_RANK"].isdigit():
+        return int(told["GROUP_RANK"])
+    if told["LOCAL_WORLD_SIZE"].isdigit() and int(told["LOCAL_WORLD_SIZE"]):
+        return rank // int(told["LOCAL_WORLD_SIZE"])
+    return int(told["SLURM_NODEID"]) if told["SLURM_NODEID"].isdigit() else 0
+
+
+def nodes_of(group: Group) -> list[int]:
+    """Which node each rank of a group is on: asked once, and known from then on."""
+    whole = _process_group(group)
+    key = (str(whole.group_name), own_node(group))
+    if key not in _nodes:
+        _nodes[key] = [row[0] for row in _gather(whole, [key[1]])]
+    return _nodes[key]
+
+
+_nodes: dict[tuple[str, int], list[int]] = {}
 
 
 def world_size(group: Group | None) -> int:
@@ -97,27 +110,34 @@ class Call:
 calling: contextvars.ContextVar[Call | None] = contextvars.ContextVar("calling", default=None)
 
 
-def agree(group: Group, facts: dict[str, object], size: int) -> list[int]:
-    """Every rank's `size`, after all have found that they have the same facts in mind.
+class Agreed(NamedTuple):
+    """What the ranks told each other, by rank."""
+
+    sizes: list[int]
+    nodes: list[int]
+
+
+def agree(group: Group, facts: dict[str, object], size: int) -> Agreed:
+    """Every rank's `size` and node, after all have found that they have the same facts in mind.
 
     A few integers go round; words only where there is something to say.
     """
     whole, call = _process_group(group), calling.get() or Call()
     words = {name: str(fact) for name, fact in (call.facts | facts).items()}
-    table = _gather(whole, [0, zlib.crc32(repr(words).encode()), size])
+    table = _gather(whole, [0, zlib.crc32(repr(words).encode()), size, own_node(group)])
     call.agreed = True
     _refuse_together(whole, table, "")
     if len({row[1] for row in table}) > 1:
         said: list[dict[str, str]] = [{}] * len(table)
         dist.all_gather_object(said, words, group=whole)
         raise RingError(_difference(whole, said))
-    return [row[2] for row in table]
+    return Agreed([row[2] for row in table], [row[3] for row in table])
 
 
 def refuse(group: Group, error: Exception) -> None:
     """Tell the other ranks, who wait to agree, that this one cannot go on."""
     whole = _process_group(group)
-    _refuse_together(whole, _gather(whole, [1, 0, 0]), f"{type(error).__name__}: {error}")
+    _refuse_together(whole, _gather(whole, [1, 0, 0, 0]), f"{type(error).__name__}: {error}")
 
 
 def _refuse_together(whole: dist.ProcessGroup, table: list[list[int]], reason: str) -> None:

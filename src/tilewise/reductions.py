@@ -251,6 +251,11 @@ def merged(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
+def merge_stats(total: Tensor, more: Tensor) -> Tensor:
+    """The same, in the place of the first."""
+    return total.copy_(merged(total, more))
+
+
 def _counted_from(offset: Tensor, stats: Stats) -> Stats:
     """Stats with another offset."""
     shift = stats.offset - offset

@@ -24,10 +24,22 @@ from tilewise.tiles import spans
 
 Parts = tuple[Tensor, ...]
 
-# Of columns that are on their way at a time. A few slices of a block will do, of at least so many
-# bytes, as each visit costs, and at most twice as many, as each takes memory.
+# Of columns that are on their way at a time. A few slices of a block will do, of about so many
+# bytes at least, as each visit costs, and twice as many at most, as each takes memory.
 SLICE_BYTES = 2**25
 NUM_SLICES = 4
+
+
+def slice_height(features: Tensor, sizes: Sequence[int]) -> int:
+    """Columns of a slice: by what all ranks know, so that all ways round are cut alike.
+
+    A power of two, so that tiles of any size fit.
+    """
+    if len(sizes) == 1:
+        return max(1, sizes[0])
+    least = max(1, SLICE_BYTES // (features.element_size() * features.shape[1]))
+    height = min(max(least, max(sizes) // NUM_SLICES), 2 * least)
+    return 1 << height.bit_length() - 1
 
 
 @dataclass
@@ -89,17 +101,6 @@ class Ring:
         way = _Passage if self.nodes else _Gathering
         return way(self, cargo, carry).visits()
 
-    def height(self, features: Tensor) -> int:
-        """Of a slice: by what all ranks know, so that all ways round are cut alike.
-
-        A power of two, so that tiles of any size fit.
-        """
-        if self.world == 1:
-            return max(1, self.sizes[0])
-        least = max(1, SLICE_BYTES // (features.element_size() * features.shape[1]))
-        height = min(max(least, max(self.sizes) // NUM_SLICES), 2 * least)
-        return 1 << height.bit_length() - 1
-
     def exchange(
         self, ranks: tuple[int, int], to_send: Sequence[Tensor], to_fill: Sequence[Tensor]
     ) -> Message:
@@ -136,8 +137,10 @@ class _Passage:
     def __init__(self, ring: Ring, cargo: Parts, carry: Carry | None) -> None:
         self.ring, self.cargo, self.carry = ring, cargo, carry
         self.route = route_of(ring.rank, ring.nodes)
-        cut = [[slice(*span) for span in spans(size, ring.height(cargo[0]))] for size in ring.sizes]
+        self.height = slice_height(cargo[0], ring.sizes)
+        cut = [[slice(*span) for span in spans(size, self.height)] for size in ring.sizes]
         self.cuts = [cut[owner] for owner in self.route.owners]
+        self.slots: dict[int, Tensor] = {}  # memory for what was found, by where it begins
         self.spare: list[Tensor] = []  # of which what was found has left
         self.leaving: list[Message] = []
 
@@ -157,6 +160,7 @@ class _Passage:
         visit = Visit(True, self.cargo)
         yield visit
         found = [] if visit.found is None else [visit.found[cut] for cut in mine]
+        self.slots = {x.data_ptr(): x for x in found}
         visit.found, behind = None, list[Message]()
         for k in range(count):
             self._follow(0, found[k : k + 1], behind)
@@ -173,7 +177,7 @@ class _Passage:
                 visit = Visit(False, here[k])
                 yield visit
                 if self.carry is not None and visit.found is not None:
-                    self.spare += behind[k].release()
+                    self._free(behind[k])
                     found = [self.carry.join(behind[k].received[0], visit.found)]
                 # Nothing of it is needed any more.
                 behind[k : k + 1], visit.found, here[k] = [Message(())], None, ()
@@ -201,7 +205,7 @@ class _Passage:
             return
         # Two are on their way; what comes takes the place of what has left before.
         if len(self.leaving) == 2:
-            self.spare += self.leaving.pop(0).release()
+            self._free(self.leaving.pop(0))
         k = len(following)
         to_fill = [self._slot(_length(cut)) for cut in self.cuts[step + 1][k : k + 1]]
         following.append(self.ring.exchange(self._neighbours(step), found, to_fill))
@@ -213,7 +217,14 @@ class _Passage:
         fits = [i for i, spare in enumerate(self.spare) if len(spare) >= size]
         if fits:
             return self.spare.pop(min(fits, key=lambda i: len(self.spare[i])))[:size]
-        return self.carry.like.new_empty(size, *self.carry.like.shape[1:])
+        height = min(self.height, max(self.ring.sizes))
+        slot = self.carry.like.new_empty(height, *self.carry.like.shape[1:])
+        self.slots[slot.data_ptr()] = slot
+        return slot[:size]
+
+    def _free(self, message: Message) -> None:
+        """What it sent lies in memory that can be used again, all of it where part was used."""
+        self.spare += (self.slots.get(x.data_ptr(), x) for x in message.release())
 
     def _neighbours(self, step: int) -> tuple[int, int]:
         return self.route.after[step], self.route.before[step]
@@ -256,6 +267,7 @@ class _Gathering:
         yield visit
         if self.found is not None and visit.found is not None:
             self.found[cut] = visit.found
+        visit.cargo, visit.found = (), None
 
     def _others(self) -> Iterator[slice]:
         """Runs of others' columns without a gap, in slices."""
@@ -268,7 +280,7 @@ class _Gathering:
                 start = runs.pop()[0]
             runs.append((start, rank * self.height + size))
         for start, stop in runs:
-            for first, last in spans(stop - start, ring.height(self.cargo[0])):
+            for first, last in spans(stop - start, slice_height(self.cargo[0], ring.sizes)):
                 yield slice(start + first, start + last)
 
     def _padded(self, x: Tensor) -> Tensor:

@@ -32,8 +32,9 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
     carry = Carry(like, lambda a, b: merge(a.t(), b.t()).t()) if columns else None
     rows, memos, kept = None, [], like.new_empty(0)
     for visit in ring.visits(_cargo(pairs), carry):
-        here, how = _at(pairs, visit), plan if visit.own else plan._replace(columns=columns)
-        swept = _reduce(here, how)
+        swept = _reduce(
+            _at(pairs, visit), plan._replace(columns=plan.columns if visit.own else columns)
+        )
         rows = swept.rows if rows is None else merge(rows, swept.rows)
         memos.append(swept.memo)
         kept = swept.kept if visit.own else kept
@@ -77,8 +78,9 @@ def differentiate(
         if pairs.symmetric and not visit.own:
             # Whether a fixed offset held was found out for this rank's rows, not for the columns.
             known, share = known._replace(memo=known.memo[:0]), 0.5
-        at = _at(pairs, visit)
-        visit.found = total.add(_differentiate(at, plan, known, d_stats, needs, total.rows), share)
+        visit.found = total.add(
+            _differentiate(_at(pairs, visit), plan, known, d_stats, needs, total.rows), share
+        )
     # One side after the other: what was added up is twice as large as what it is rounded to.
     return total.grads(None if carry is None else _home(carry, pairs.rows.dtype))
 
@@ -128,7 +130,7 @@ class _Total:
 def _home(carry: Carry, dtype: torch.dtype) -> Tensor:
     """What was found about one's own columns, in one piece."""
     parts, carry.home = carry.home, []
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0].untyped_storage().nbytes() == parts[0].nbytes:
         return parts[0].to(dtype)
     whole, start = carry.like.new_empty(sum(map(len, parts)), *carry.like.shape[1:], dtype=dtype), 0
     for part in parts:

@@ -21,19 +21,19 @@ def route_of(rank: int, nodes: tuple[int, ...]) -> Route:
     block passes once a node. With one node, or one rank on each, it is the plain ring.
     """
     world, order = len(nodes), sorted(range(len(nodes)), key=lambda r: (nodes[r], r))
+    number = {owner: at for at, owner in enumerate(order)}
     width = world // len(set(nodes))  # ranks on a node
-    # holders[t][b]: who has the columns of rank b at step t.
-    holders = [[0] * world for _ in range(world + 1)]
-    for number, owner in enumerate(order):
-        node, place = divmod(number, width)
-        for step in range(world):
-            hops, turn = divmod(step, width)
-            at = (node + hops) * width % world + (place + turn + hops * (width - 1)) % width
-            holders[step][owner] = order[at]
-        holders[world][owner] = owner
-    owners = [row.index(rank) for row in holders]
+
+    def moved(who: int, step: int, way: int) -> int:
+        """So many steps along the way (1) or back (-1) from a rank; home after the last."""
+        hops, turn = divmod(step % world, width)
+        node, place = divmod(number[who], width)
+        node = (node + way * hops) % (world // width)
+        return order[node * width + (place + way * (turn + hops * (width - 1))) % width]
+
+    owners = [moved(rank, step, -1) for step in range(world + 1)]
     return Route(
         owners,
-        [holders[step + 1][owners[step]] for step in range(world)],
-        [holders[step][owners[step + 1]] for step in range(world)],
+        [moved(owners[step], step + 1, 1) for step in range(world)],
+        [moved(owners[step + 1], step, 1) for step in range(world)],
     )

@@ -30,7 +30,8 @@ def _log_add(a, b):
     none = (a == -INF) & (b == -INF)
     top = tl.where(none, 0.0, tl.maximum(a, b))
     total = tl.exp2((a - top) * LOG2E) + tl.exp2((b - top) * LOG2E)
-    return tl.where(none, -INF, top + tl.log2(tl.where(none, 1.0, total)) * LN2)
+    lse = top + tl.log2(tl.where(none, 1.0, total)) * LN2
+    return tl.where(none, -INF, tl.where((a == INF) | (b == INF), a + b, lse))
 
 
 @triton.jit

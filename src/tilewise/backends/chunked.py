@@ -30,7 +30,7 @@ from tilewise.reductions import (
     Stats,
     fixed_offset,
     fold_both,
-    merged,
+    merge_stats,
     offset_holds,
     power_of_two,
     softplus,
@@ -39,6 +39,9 @@ from tilewise.tiles import Tile
 
 DzOf = Callable[[Block], Tensor]
 Gains = tuple[Tensor, Tensor] | tuple[None, None]
+
+
+merge = merge_stats
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -85,11 +88,6 @@ def differentiate(
         cols = Side(Stats.unpack(swept.cols), d_cols) if d_cols is not None else None
         dz_of = _log_sum_dz(pairs, plan, rows, rows if pairs.symmetric else cols)
     return _Gradients(pairs, needs, peak, wide=plan.wide, into=into).sweep(plan, dz_of)
-
-
-def merge(total: Tensor, more: Tensor) -> Tensor:
-    """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
-    return total.copy_(merged(total, more))
 
 
 def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,9 @@ from tilewise.backends.blocks import inner_rows, store
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import masks, poison
-from tilewise.reductions import INFINITY, Stats, merged, softplus
+from tilewise.reductions import INFINITY, Stats, merge_stats, softplus
+
+merge = merge_stats
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -45,11 +47,6 @@ def differentiate(
     if into is None or grads.rows is None:
         return grads
     return grads._replace(rows=into.add_(grads.rows))
-
-
-def merge(total: Tensor, more: Tensor) -> Tensor:
-    """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
-    return total.copy_(merged(total, more))
 
 
 def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ class Plan(NamedTuple):
     reduction: str  # "logsumexp" or "softplus"
     columns: bool  # whether the columns' values are wanted too
     sums: bool  # whether sums and counts of the negatives are wanted
-    backend: str  # "dense", "chunked" or "fused": already chosen
+    backend: str  # "dense", "chunked", "fused", or "auto": the first of them that can
     workspace_bytes: int  # most bytes for tiles and blocks at work
     check_values: bool  # read values back to check them, on any device
     precision: str = "exact"  # or "fp8": scores from rounded features, the fused backend only
