@@ -177,6 +177,38 @@ def _truth(name, sides, scale):
     return [loss.detach(), *(torch.zeros(()) if x.grad is None else x.grad for x in (a, b, s))]
 
 
+def weighted(rank, cases):
+    """Gradients of losses that each rank multiplies with a number of its own."""
+    found = []
+    for name, sizes in cases:
+        start = sum(sizes[:rank])
+        a, b = (x[start : start + sizes[rank]].clone().requires_grad_()
+                for x in features(sum(sizes)))  # fmt: skip
+        scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+        at = torch.arange(start, start + sizes[rank])
+        loss = LOSSES[name](a, b, scale, at, group=dist.group.WORLD, reduction="sum")
+        (loss * (rank + 1)).backward()
+        found.append([a.grad, b.grad, scale.grad])
+    return found
+
+
+def test_upstream_gradients_that_differ():
+    """SigLIP adds gradients up before it knows them: it notices, and begins anew."""
+    cases = [(name, sizes) for name in ("siglip", "clip") for sizes in ([3, 4, 2], [2, 0, 5])]
+    parts = run(weighted, 3, cases)
+    for i, (name, sizes) in enumerate(cases):
+        a, b = (x.clone().requires_grad_() for x in features(sum(sizes)))
+        scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+        factor = torch.arange(1.0, 4.0, dtype=torch.float64)
+        factor = factor.repeat_interleave(torch.tensor(sizes))
+        rows = LOSSES[name](a, b, scale, torch.arange(sum(sizes)), reduction="none")
+        (3 * rows * factor).sum().backward()
+        got = [torch.cat([part[i][k] for part in parts]) for k in range(2)]
+        got.append(sum(part[i][2] for part in parts))
+        for x, y in zip(got, (a.grad, b.grad, scale.grad), strict=True):
+            assert torch.allclose(x, y, rtol=1e-12, atol=1e-13), name
+
+
 # Groups
 
 
@@ -384,17 +416,17 @@ def test_encoders(kind, sizes):
 # What travels
 
 
-def bytes_sent(rank, sizes, options):
-    """By the forward, and by forward and backward."""
+def bytes_sent(rank, sizes, options, loss="clip"):
+    """By the forward, and by the backward."""
     counts, made = [], []
-    for name in ("reduce", "differentiate"):
+    for name in ("reduce", "differentiate", "weigh"):
         plain = getattr(rounds, name)
         setattr(rounds, name, lambda *args, plain=plain: (plain(*args), counts.append(
             made[-1].sent_bytes))[0])  # fmt: skip
     plain_ring = rounds.ring_of
     rounds.ring_of = lambda *args: made.append(plain_ring(*args)) or made[-1]
     start = sum(sizes[:rank])
-    step("clip", start, start + sizes[rank], sum(sizes), torch.float32,
+    step(loss, start, start + sizes[rank], sum(sizes), torch.float32,
          group=dist.group.WORLD, **options)  # fmt: skip
     return counts
 
@@ -409,6 +441,8 @@ def test_bytes():
     for forward, backward in run(bytes_sent, world, [n] * world, {"freeze": (1,), **ring}):
         assert forward == (world - 1) * n * d * 4 + world * n * 5 * 4
         assert backward == (world - 1) * n * (d * 4 + 10 * 4), "a frozen side gets no gradient"
+    for (only,) in run(bytes_sent, world, [n] * world, ring, "siglip"):
+        assert only == (world - 1) * n * d * 4 + world * n * d * 4, "all of it in one sweep"
     for forward, backward in run(bytes_sent, world, [n] * world, {"schedule": "gather"}):
         assert forward == (world - 1) * n * (d * 4 + 5 * 4)
         assert backward == (world - 1) * n * (d * 4 + 10 * 4 + d * 4)

@@ -329,7 +329,7 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
 def weigh(*args: Any) -> tuple[Tensor, ...]:
     """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
     pairs, plan, (weight, *needs) = _checked(args)
-    value, scaled = rounds.backend_of(pairs, plan).weigh(pairs, plan, weight, Needs(*needs))
+    value, scaled = rounds.weigh(pairs, plan, weight, Needs(*needs))
     return value, *_rounded(pairs, scaled.grads), scaled.row_gain, scaled.col_gain
 
 
@@ -369,7 +369,9 @@ def _weigh_backward(ctx: Any, upstream: Tensor | None, *_unused: None) -> tuple[
     call, _ = _restore(ctx)
     if upstream is None:
         return (None,) * len(ctx.constants)
-    if torch.is_grad_enabled():  # create_graph=True: leave it to the op that refuses to go on
+    # create_graph=True is left to the op that refuses to go on. Where ranks have upstream gradients
+    # of their own, what was added up without them is of no use.
+    if torch.is_grad_enabled() or not rounds.is_common(upstream, call.plan):
         weight, *needs = call.rest
         nothing = weight.new_empty(0)
         rest = (nothing, nothing, nothing, (upstream * weight)[None], nothing, *needs)

@@ -4,6 +4,7 @@ from __future__ import annotations  # a torch without torch.distributed has not 
 
 import contextvars
 import os
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,15 +44,14 @@ def own_node(group: Group) -> int:
 
 
 def nodes_of(group: Group) -> list[int]:
-    """Which node each rank of a group is on: asked once, and known from then on."""
+    """Which node each rank of a group is on, as they last told each other: all of them, or none."""
     whole = _process_group(group)
-    key = (str(whole.group_name), own_node(group))
-    if key not in _nodes:
-        _nodes[key] = [row[0] for row in _gather(whole, [key[1]])]
-    return _nodes[key]
+    if whole not in _nodes:
+        _nodes[whole] = [row[0] for row in _gather(whole, [own_node(group)])]
+    return _nodes[whole]
 
 
-_nodes: dict[tuple[str, int], list[int]] = {}
+_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
 
 
 def world_size(group: Group | None) -> int:
@@ -87,6 +87,26 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
             f"answer; look at what it printed, and start all ranks again: {error}"
         ) from error
     return number
+
+
+def is_same(number: Tensor, name: str) -> bool:
+    """Whether all ranks of a group have the same number; the host waits for it."""
+    both = torch.stack([number, -number]).detach()
+    try:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=find(name))
+    except RuntimeError as error:
+        raise RingError(
+            f"rank {dist.get_rank()} waited for all ranks' upstream gradients, and one did not "
+            f"answer; every rank must call backward: {error}"
+        ) from error
+    return bool(both[0] == -both[1])
+
+
+def find(name: str) -> dist.ProcessGroup:
+    """The group of a name."""
+    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
+    group: dist.ProcessGroup = resolve(name)
+    return group
 
 
 def check_sizes(group: Group, sizes: Sequence[int], own: int) -> None:
@@ -131,7 +151,8 @@ def agree(group: Group, facts: dict[str, object], size: int) -> Agreed:
         said: list[dict[str, str]] = [{}] * len(table)
         dist.all_gather_object(said, words, group=whole)
         raise RingError(_difference(whole, said))
-    return Agreed([row[2] for row in table], [row[3] for row in table])
+    _nodes[whole] = [row[3] for row in table]
+    return Agreed([row[2] for row in table], _nodes[whole])
 
 
 def refuse(group: Group, error: Exception) -> None:

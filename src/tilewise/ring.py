@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.errors import RingError
-from tilewise.groups import Group
+from tilewise.groups import Group, find
 from tilewise.routes import route_of
 from tilewise.tiles import spans
 
@@ -328,5 +328,4 @@ def ring_of(name: str, sizes: Sequence[int], nodes: Sequence[int]) -> Ring:
     """The ring of a group by its name; "" for none."""
     if not name:
         return Ring(None, sizes, [0])
-    find: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
     return Ring(find(name), sizes, nodes)

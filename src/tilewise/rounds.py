@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from tilewise import backends
-from tilewise.backends.plan import Backend, Grads, Needs, Plan, Swept
+from tilewise.backends.blocks import rounded
+from tilewise.backends.plan import Backend, Grads, Needs, Plan, Scaled, Swept
+from tilewise.groups import is_same
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.reductions import nothing
 from tilewise.ring import Carry, Parts, Ring, Visit, ring_of
@@ -93,13 +95,56 @@ def _differentiate(
     needs: Needs,
     into: Tensor | None,
 ) -> Grads:
-    n, m, d = pairs.shape
+    n, m, _ = pairs.shape
     if n and m:
         return backend_of(pairs, plan).differentiate(pairs, plan, swept, upstream, needs, into)
+    return _no_gradients(pairs, needs, into)
+
+
+def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:
+    """This rank's sum of weight_i times the softplus sum of row i over all columns there are.
+
+    Gradients are those of the sum of it over all ranks.
+    """
+    ring, (n, m, d) = _ring(pairs, plan), pairs.shape
+    plan = plan._replace(wide=ring.world > 1)
+    like = pairs.rows.new_empty(0, d, dtype=pairs.dtype)
+    carry = Carry(like, lambda a, b: a.add_(b), adds=True) if needs.cols else None
+    total, value, found = _Total(pairs, needs), like.new_zeros(()), None
+    for visit in ring.visits(_cargo(pairs), carry):
+        part, found = _weigh(_at(pairs, visit), plan, weight, needs, total.rows)
+        value += part
+        visit.found = total.add(found.grads, 1.0)
+    assert found is not None
+    gains = found[1:] if ring.world == 1 else (weight.new_ones(n), weight.new_ones(m))
+    # bf16 has the range of fp32: only fp16 keeps its rows' powers of two apart.
+    apart = gains if plan.wide and pairs.rows.dtype == torch.float16 else (None, None)
+    cols = None if carry is None else _home(carry, pairs.rows.dtype, apart[1])
+    return value, Scaled(total.grads(cols, apart[0]), *gains)
+
+
+def _weigh(
+    pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs, into: Tensor | None
+) -> tuple[Tensor, Scaled]:
+    n, m, _ = pairs.shape
+    if n and m:
+        return backend_of(pairs, plan).weigh(pairs, plan, weight, needs, into)
+    nothing = _no_gradients(pairs, needs, into)
+    return nothing.scale, Scaled(nothing, weight.new_ones(n), weight.new_ones(m))
+
+
+def _no_gradients(pairs: Pairs, needs: Needs, into: Tensor | None) -> Grads:
+    """Of no pairs."""
+    n, m, d = pairs.shape
     like = pairs.rows.new_zeros((), dtype=pairs.dtype)
     rows, cols = (like.new_zeros(size, d) if wanted else None
                   for size, wanted in ((n, needs.rows), (m, needs.cols)))  # fmt: skip
     return Grads(rows if into is None else into, cols, like, like)
+
+
+def is_common(upstream: Tensor, plan: Plan) -> bool:
+    """Whether all ranks have the same number; alone it always is."""
+    return not plan.group or is_same(upstream, plan.group)
 
 
 class _Total:
@@ -121,21 +166,22 @@ class _Total:
             self.bias += share * grads.bias
         return grads.cols
 
-    def grads(self, cols: Tensor | None) -> Grads:
+    def grads(self, cols: Tensor | None, gain: Tensor | None = None) -> Grads:
         """All of them, the features' rounded."""
-        rows = None if self.rows is None else self.rows.to(self.pairs.rows.dtype)
+        rows = None if self.rows is None else rounded(self.rows, self.pairs.rows.dtype, gain)
         return Grads(rows, cols, *(x.to(self.pairs.dtype) for x in (self.scale, self.bias)))
 
 
-def _home(carry: Carry, dtype: torch.dtype) -> Tensor:
-    """What was found about one's own columns, in one piece."""
+def _home(carry: Carry, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
+    """What was found about one's own columns, in one piece; `gain` as for `rounded`."""
     parts, carry.home = carry.home, []
     if len(parts) == 1 and parts[0].untyped_storage().nbytes() == parts[0].nbytes:
-        return parts[0].to(dtype)
+        return rounded(parts[0], dtype, gain)
     whole, start = carry.like.new_empty(sum(map(len, parts)), *carry.like.shape[1:], dtype=dtype), 0
     for part in parts:
-        whole[start : start + len(part)] = part
-        start += len(part)
+        stop = start + len(part)
+        whole[start:stop] = rounded(part, dtype, None if gain is None else gain[start:stop])
+        start = stop
     return whole
 
 

@@ -120,9 +120,6 @@ def weigh_pairs(
     )  # fmt: skip
     weight = check_weight(weight, pairs.shape[0], pairs.rows)
     plan = with_group(make_plan(how, "softplus", False, False), how, pairs)
-    if plan.group:
-        # The gradients of other ranks' columns need this rank's upstream gradient, not yet known.
-        return (weight * Stats.unpack(_reduce(pairs, plan)[0]).values).sum()
     if weight.requires_grad:
         return (weight * Stats.unpack(autograd.reduce(*pairs, *plan)[0]).values).sum()
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in pairs[:4]]

@@ -95,6 +95,16 @@ def store(out: Tensor, span: slice, block: Tensor, gain: Tensor | None) -> None:
     out[span] = block
 
 
+def rounded(x: Tensor, dtype: torch.dtype, gain: Tensor | None) -> Tensor:
+    """A gradient (N, D) in another dtype, with each row's power of two in `gain` (N,)."""
+    if gain is None:
+        return x.to(dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    for span in row_spans(x):
+        store(out, span, x[span], gain)
+    return out
+
+
 def narrow(acc: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of `acc`'s shape and a dtype no wider, in the same memory, to be stored in order.
 

@@ -107,13 +107,16 @@ def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     return _finish(pairs, rows, None)[0], mean, inner_rows(pairs, mean)
 
 
-def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:
+def weigh(
+    pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs, into: Tensor | None = None
+) -> tuple[Tensor, Scaled]:
     """Sum over i of weight_i times the softplus sum of row i, with its gradients, in one sweep."""
     values = pairs.rows.new_zeros(pairs.shape[0], dtype=pairs.dtype)
     peak = power_of_two(weight.abs().max())
     dz_of = _softplus_dz(pairs, weight / peak, None, values)
     gains = (torch.ones_like(values), values.new_ones(pairs.shape[1]))
-    grads = _Gradients(pairs, needs, peak, gains).sweep(plan, dz_of)
+    apart = (None, None) if plan.wide else gains
+    grads = _Gradients(pairs, needs, peak, apart, plan.wide, into).sweep(plan, dz_of)
     return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilewise.backends.blocks import inner_rows, store
+from tilewise.backends.blocks import inner_rows, rounded
 from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import masks, poison
@@ -43,10 +43,7 @@ def differentiate(
                 dz += _softplus_dz(pairs, z, d.values.unsqueeze(dim))
             else:
                 dz += _log_sum_dz(pairs, z, Stats.unpack(packed), d, dim)
-    grads = _gradients(pairs, dz, needs)
-    if into is None or grads.rows is None:
-        return grads
-    return grads._replace(rows=into.add_(grads.rows))
+    return _added(_gradients(pairs, dz, needs), into)
 
 
 def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,18 +56,27 @@ def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     return packed, mean, inner_rows(pairs, mean)
 
 
-def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:
+def weigh(
+    pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs, into: Tensor | None = None
+) -> tuple[Tensor, Scaled]:
     """Sum over i of weight_i times the softplus sum of row i, and its gradients."""
     value = (weight * _stats(pairs, plan, 1)[0]).sum()
     grads = _gradients(pairs, _softplus_dz(pairs, _logits(pairs), weight[:, None]), needs)
     gains = weight.new_ones(pairs.shape[0]), weight.new_ones(pairs.shape[1])
+    if plan.wide:
+        return value, Scaled(_added(grads, into), *gains)
     rows, cols = (
-        None if d is None else torch.empty_like(d, dtype=pairs.rows.dtype) for d in grads[:2]
+        None if d is None else rounded(d, pairs.rows.dtype, gain)
+        for d, gain in zip(grads[:2], gains, strict=True)
     )
-    for out, d, gain in ((rows, grads.rows, gains[0]), (cols, grads.cols, gains[1])):
-        if out is not None and d is not None:
-            store(out, slice(None), d, gain)
     return value, Scaled(Grads(rows, cols, grads.scale, grads.bias), *gains)
+
+
+def _added(grads: Grads, into: Tensor | None) -> Grads:
+    """Gradients, those of the rows added to what there is."""
+    if into is None or grads.rows is None:
+        return grads
+    return grads._replace(rows=into.add_(grads.rows))
 
 
 def _logits(pairs: Pairs) -> Tensor:

@@ -141,14 +141,16 @@ def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_where_they_are
-def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:
+def weigh(
+    pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs, into: Tensor | None = None
+) -> tuple[Tensor, Scaled]:
     """Sum over i of weight_i times the softplus sum of row i, with its gradients, in one sweep."""
     from tilewise.backends.fused_softplus import Softplus
 
     gains = weight.new_ones(pairs.shape[0]), weight.new_ones(pairs.shape[1])
     # bf16 has the range of fp32: only fp16 keeps its rows' powers of two apart.
-    apart = pairs.rows.dtype == torch.float16
-    backward = Softplus(pairs, plan, needs, gains if apart else (None, None))
+    apart = pairs.rows.dtype == torch.float16 and not plan.wide
+    backward = Softplus(pairs, plan, needs, gains if apart else (None, None), into)
     grads, values = backward.softplus((weight[None], weight.new_empty(0)), values=True)
     return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
 

@@ -98,6 +98,14 @@ class Backend(Protocol):
         """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
 
     def weigh(
-        self, pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs
+        self,
+        pairs: Pairs,
+        plan: Plan,
+        weight: Tensor,
+        needs: Needs,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, Scaled]:
-        """Sum over i of weight_i times the softplus sum of row i, and its gradients."""
+        """Sum over i of weight_i times the softplus sum of row i, and its gradients.
+
+        `into` as for `differentiate`; gradients left in the dtype of the sums have gains of 1.
+        """
