@@ -162,7 +162,7 @@ def _time(setting: Setting, case: Case, contender: Contender) -> Timing:
 def _alternate(setting: Setting, step: Step, first_call_s: float) -> Timing:
     """Products, step, products, step, ..., products; each for so many seconds."""
     device, seconds, repeats = setting
-    product, flop = _product(device)
+    product, flop = make_product(device)
     # The GPU's power limit bites after a third of a second: heat it before counting.
     sustained_s(product, seconds / 4, device)
     ceilings = [flop / sustained_s(product, seconds, device)]
@@ -197,7 +197,7 @@ def sustained_s(call: Callable[[], object], seconds: float, device: torch.device
     return (time.perf_counter() - start_s) / count
 
 
-def _product(device: torch.device) -> tuple[Callable[[], object], int]:
+def make_product(device: torch.device) -> tuple[Callable[[], object], int]:
     """The matrix product that efficiency is relative to, and its FLOP."""
     size, dtype = GEMMS[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -43,7 +43,7 @@ def test_a_mirror_repeats_this_rank(mirrored, name, schedule):
 def test_rows_are_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(one_rank.PAPER, "4x256", (8.0, 4))
-    monkeypatch.setattr(one_rank.measure, "gemm_tflops", lambda *_: 0.1)
+    monkeypatch.setattr(one_rank, "sustained_s", lambda *_: 1.0)
     assert one_rank.main(["--cases", "4x256,2x64", "--dim", "8", "--output", str(tmp_path)]) == 0
     dist.destroy_process_group()
     (path,) = tmp_path.glob("*.csv")
