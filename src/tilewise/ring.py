@@ -108,15 +108,15 @@ class Ring:
         if self.world == 1:
             return Message(tuple(to_send))
         after, before = (dist.get_global_rank(self.group, rank) for rank in ranks)
-        sent = tuple(x.contiguous() for x in to_send if x.numel())
+        sent = tuple(x.contiguous() for x in to_send)
         operations = [dist.P2POp(dist.isend, x, after, self.group) for x in sent]
-        operations += [dist.P2POp(dist.irecv, x, before, self.group) for x in to_fill if x.numel()]
+        operations += [dist.P2POp(dist.irecv, x, before, self.group) for x in to_fill]
         self.sent_bytes += sum(map(_bytes, sent))
         names = (
             f"rank {dist.get_rank()} sent to rank {after} and waited for rank {before}, and one of "
             "them did not answer; look at what it printed, and start all ranks again"
         )
-        works = _watched(names, lambda: dist.batch_isend_irecv(operations) if operations else [])
+        works = _watched(names, lambda: dist.batch_isend_irecv(operations))
         return Message(tuple(to_fill), sent, works, names)
 
     def collect(self, call: Callable[..., Any], size: int, x: Tensor) -> Message:
@@ -132,7 +132,10 @@ class Ring:
 
 
 class _Passage:
-    """One way round. All ranks post their messages in the same order, as NCCL needs it."""
+    """One way round. All ranks post the same messages in the same order, as NCCL needs it.
+
+    And as TORCH_DISTRIBUTED_DEBUG checks it: one that has no slice left sends a number instead.
+    """
 
     def __init__(self, ring: Ring, cargo: Parts, carry: Carry | None) -> None:
         self.ring, self.cargo, self.carry = ring, cargo, carry
@@ -140,6 +143,7 @@ class _Passage:
         self.height = slice_height(cargo[0], ring.sizes)
         cut = [[slice(*span) for span in spans(size, self.height)] for size in ring.sizes]
         self.cuts = [cut[owner] for owner in self.route.owners]
+        self.count = max(map(len, cut))
         self.slots: dict[int, Tensor] = {}  # memory for what was found, by where it begins
         self.spare: list[Tensor] = []  # of which what was found has left
         self.leaving: list[Message] = []
@@ -149,20 +153,19 @@ class _Passage:
         for step in range(1, self.ring.world):
             here, behind = yield from self._pass(step, here, behind)
         if self.carry is not None:
-            self.carry.home = [part for message in behind for part in message.wait()]
+            self.carry.home = [x for parts in _arrived(behind, self.cuts[0]) for x in parts]
 
     def _stay(self) -> Step:
         """Look at one's own columns while they set out."""
         mine, coming = self.cuts[:2]
-        count = max(len(mine), len(coming))
         here = [tuple(x[cut] for x in self.cargo) for cut in mine]
-        ahead = [self._hand_on(0, here[k : k + 1], k) for k in range(count)]
+        ahead = [self._hand_on(0, here[k : k + 1], k) for k in range(self.count)]
         visit = Visit(True, self.cargo)
         yield visit
         found = [] if visit.found is None else [visit.found[cut] for cut in mine]
         self.slots = {x.data_ptr(): x for x in found}
         visit.found, behind = None, list[Message]()
-        for k in range(count):
+        for k in range(self.count):
             self._follow(0, found[k : k + 1], behind)
         return _arrived(ahead, coming), behind
 
@@ -170,7 +173,7 @@ class _Passage:
         """Look at another's columns, slice by slice, while they and the next ones move on."""
         mine, coming = self.cuts[step : step + 2]
         ahead, following = list[Message](), list[Message]()
-        for k in range(max(len(mine), len(coming))):
+        for k in range(self.count):
             ahead.append(self._hand_on(step, here[k : k + 1], k))
             found = []
             if k < len(mine):
@@ -192,11 +195,12 @@ class _Passage:
         """Send slice k of the columns that are here, receive that of the next."""
         if step == self.ring.world - 1:  # what would come next is one's own
             return Message(())
-        return self.ring.exchange(
-            self._neighbours(step),
-            [x for part in parts for x in part],
-            [x for cut in self.cuts[step + 1][k : k + 1] for x in self._empty(cut)],
+        to_fill = [self._empty(cut) for cut in self.cuts[step + 1][k : k + 1]]
+        send, fill = (
+            some[0] if some else tuple(x.new_zeros(1) for x in self.cargo)
+            for some in (parts, to_fill)
         )
+        return self.ring.exchange(self._neighbours(step), send, fill)
 
     def _follow(self, step: int, found: list[Tensor], following: list[Message]) -> None:
         """Send what was found about a slice, receive what was about that of the next."""
@@ -208,7 +212,8 @@ class _Passage:
             self._free(self.leaving.pop(0))
         k = len(following)
         to_fill = [self._slot(_length(cut)) for cut in self.cuts[step + 1][k : k + 1]]
-        following.append(self.ring.exchange(self._neighbours(step), found, to_fill))
+        send, fill = (some or [self.carry.like.new_zeros(1)] for some in (found, to_fill))
+        following.append(self.ring.exchange(self._neighbours(step), send, fill))
         self.leaving.append(following[-1])
 
     def _slot(self, size: int) -> Tensor:
@@ -224,7 +229,8 @@ class _Passage:
 
     def _free(self, message: Message) -> None:
         """What it sent lies in memory that can be used again, all of it where part was used."""
-        self.spare += (self.slots.get(x.data_ptr(), x) for x in message.release())
+        sent = (self.slots.get(x.data_ptr(), x) for x in message.release())
+        self.spare += (x for x in sent if x.dim() > 1)
 
     def _neighbours(self, step: int) -> tuple[int, int]:
         return self.route.after[step], self.route.before[step]
