@@ -1,5 +1,6 @@
 """`tilewise check-ring`, as torchrun starts it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def launch(*arguments):
 def test_three_ranks():
     done = launch(*TINY)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 ranks on 1 nodes, gloo" in done.stdout
+    assert "3 ranks on 1 node, gloo" in done.stdout
     assert "all ranks agree with one process" in done.stdout
     rows = re.findall(
         r"│ (clip|siglip|nt_xent) +│ (ring|two-level|gather) +│ +(\S+) │", done.stdout
@@ -34,6 +35,18 @@ def test_three_ranks():
     assert "GB/s" in done.stdout
     assert "schedule='auto' takes" in done.stdout
     assert done.stdout.count("agree with one process") == 1, "one rank prints"
+
+
+def on_unequal_nodes(rank):
+    os.environ.update(GROUP_RANK=str(rank // 2))
+    config = check_ring.CheckConfig(pairs=16, dim=4, repeats=1)
+    return check_ring.run(config, torch.device("cpu"))
+
+
+def test_unequal_nodes_have_no_two_levels():
+    for report in run(on_unequal_nodes, 3):
+        assert report.fine
+        assert [speed.schedule for speed in report.speeds] == ["ring", "gather"]
 
 
 def spoilt(rank, schedule):

@@ -209,6 +209,11 @@ def test_upstream_gradients_that_differ():
             assert torch.allclose(x, y, rtol=1e-12, atol=1e-13), name
 
 
+def watched_shares(rank, cases):
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    return shares(rank, cases, TINY)
+
+
 def test_under_the_eyes_of_torch(monkeypatch):
     """TORCH_DISTRIBUTED_DEBUG=DETAIL compares what all ranks do, messages counted."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -218,7 +223,7 @@ def test_under_the_eyes_of_torch(monkeypatch):
         for sizes in ([7, 0, 2], [1, 5, 4])
         for schedule in ("ring", "gather")
     ]
-    parts = run(shares, 3, cases, TINY)
+    parts = run(watched_shares, 3, cases)
     for i, (name, sizes, _) in enumerate(cases):
         got = whole(name, sizes, [part[i] for part in parts])
         for x, y in zip(got, step(name, 0, sum(sizes), sum(sizes)), strict=True):
@@ -622,21 +627,23 @@ def dying(rank, hop, backward, how, schedule="ring"):
         start = time.perf_counter()
         loss.backward()
     except tw.RingError as error:
-        return str(error), time.perf_counter() - start
+        waited = time.perf_counter() - start
+        time.sleep(2)  # the others must not need this process to end
+        return str(error), waited
     return "nothing", 0.0
 
 
 def check_survivors(parts, seconds):
-    """Ranks 0 and 2 name rank 1 beside them; rank 3 hears of it as their processes end."""
-    beside = [parts[0], parts[1]]
-    for said, waited in beside:
+    """Ranks 0 and 2 name rank 1 beside them; rank 3 one of these, who hung up."""
+    for said, waited in parts[:2]:
         assert "did not answer" in said
         assert "rank 1 and" in said or "rank 1," in said
         assert waited <= seconds, (said, waited)
     said, waited = parts[2]
-    # With all that it needs, it is done.
-    assert "did not answer" in said or said == "nothing"
-    assert waited <= seconds + 4.0, (said, waited)
+    # At the last hops it has all that it needs from the others: it waits for the sum, or is done.
+    named = "rank 3 sent to rank 0 and waited for rank 2" in said
+    assert named or "rank 3 waited for the sum" in said or said == "nothing", said
+    assert waited <= seconds, (said, waited)
 
 
 HOPS = 7  # of four ranks, either way: three of features, four of what follows them
@@ -660,7 +667,7 @@ def test_a_rank_killed_while_all_gather(backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("hop", range(HOPS))
 def test_a_rank_killed_anywhere(hop, backward):
-    """R12: its neighbours raise within a second."""
+    """R12: all others raise within a second."""
     check_survivors(run(dying, 4, hop, backward, signal.SIGKILL, lost=(1,)), 0.2 + 1.0)
 
 

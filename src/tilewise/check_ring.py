@@ -7,6 +7,7 @@ alone.
 
 import datetime
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -124,9 +125,9 @@ def stop() -> None:
 
 def run(config: CheckConfig, device: torch.device) -> Report:
     """Compare, then measure. All ranks of the default group call it."""
-    world, per_node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    nodes = -(-world // per_node) if per_node else 1
-    schedules = ["ring", "two-level", "gather"] if world % nodes == 0 else ["ring", "gather"]
+    world, hosts = dist.get_world_size(), [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    schedules = [name for name in ("ring", "two-level", "gather") if _is_offered(name, device)]
     differences = [
         Difference(loss, schedule, _difference(loss, schedule, device))
         for loss in ("clip", "siglip", "nt_xent")
@@ -137,7 +138,18 @@ def run(config: CheckConfig, device: torch.device) -> Report:
     alone_ms = _slowest_ms(lambda: _alone(sides), config.repeats, device)
     speeds = [_speed(schedule, sides, config, alone_ms, link) for schedule in schedules]
     why = str(explain_schedule(*sides, group=dist.group.WORLD))
-    return Report(world, str(dist.get_backend()), nodes, differences, link, speeds, why)
+    backend = str(dist.get_backend())
+    return Report(world, backend, len(set(hosts)), differences, link, speeds, why)
+
+
+def _is_offered(schedule: str, device: torch.device) -> bool:
+    """Whether these ranks can have it: unequal nodes have no two-level ring."""
+    x = torch.ones(1, 1, device=device)
+    try:
+        tilewise.clip_loss(x, x, SCALE, group=dist.group.WORLD, schedule=schedule)
+    except OptionError:
+        return False
+    return True
 
 
 # Differences

@@ -138,7 +138,7 @@ def _show_report(
     from rich.table import Table  # noqa: PLC0415
 
     console = Console()
-    where = f"{report.world} ranks on {report.nodes} nodes, {report.backend}"
+    where = f"{_number(report.world, 'rank')} on {_number(report.nodes, 'node')}, {report.backend}"
     table = Table(title=f"{where}: against one process, float64", caption=str(machine))
     for name in ("loss", "schedule", "largest relative difference", ""):
         table.add_column(name, justify="right" if "difference" in name else "left")
@@ -162,6 +162,10 @@ def _show_report(
     print(f"schedule='auto' takes {report.chosen}")
     verdict = "all ranks agree with one process" if report.fine else "the ranks do NOT agree"
     print(verdict)
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def _save(config: bench.BenchConfig, rows: list[bench.Row], folder: Path) -> None:

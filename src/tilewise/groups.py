@@ -2,11 +2,13 @@
 
 from __future__ import annotations  # a torch without torch.distributed has not all these names
 
+import contextlib
 import contextvars
+import datetime
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +19,8 @@ from torch import Tensor
 from tilewise.errors import OptionError, RingError
 
 Group = Any  # a ProcessGroup, or a DeviceMesh of one dimension or of two: nodes, ranks on each
+
+NO_TAG = 2**20 + 1  # of a message that nobody sends
 
 
 def name_of(group: Group | None) -> str:
@@ -78,28 +82,48 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
     """A number summed over the ranks of a group; without gradient."""
     if group is None:
         return number
-    number = number.detach().clone()
-    try:
-        dist.all_reduce(number, group=_process_group(group))
-    except RuntimeError as error:
-        raise RingError(
-            f"rank {dist.get_rank()} waited for the sum of all ranks' counts, and one did not "
-            f"answer; look at what it printed, and start all ranks again: {error}"
-        ) from error
+    number, whole = number.detach().clone(), _process_group(group)
+    names = (
+        f"rank {dist.get_rank()} waited for the sum of all ranks' counts, and one did not answer; "
+        "look at what it printed, and start all ranks again"
+    )
+    watched(whole, names, lambda: dist.all_reduce(number, group=whole))
     return number
 
 
 def is_same(number: Tensor, name: str) -> bool:
     """Whether all ranks of a group have the same number; the host waits for it."""
-    both = torch.stack([number, -number]).detach()
-    try:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=find(name))
-    except RuntimeError as error:
-        raise RingError(
-            f"rank {dist.get_rank()} waited for all ranks' upstream gradients, and one did not "
-            f"answer; every rank must call backward: {error}"
-        ) from error
+    both, whole = torch.stack([number, -number]).detach(), find(name)
+    names = (
+        f"rank {dist.get_rank()} waited for all ranks' upstream gradients, and one did not answer; "
+        "every rank must call backward"
+    )
+    watched(whole, names, lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=whole))
     return bool(both[0] == -both[1])
+
+
+def watched(whole: dist.ProcessGroup, names: str, call: Callable[[], Any]) -> Any:
+    """What a call returns; an error of torch.distributed becomes one that says who was missing."""
+    try:
+        return call()
+    except RuntimeError as error:
+        _hang_up(whole)
+        raise RingError(f"{names}: {error}") from error
+
+
+def _hang_up(whole: dist.ProcessGroup) -> None:
+    """Close this rank's connections, so that whoever waits for it learns of the failure too.
+
+    gloo does so when a wait runs out of time; NCCL has a watchdog for it.
+    """
+    if dist.get_backend(whole) != "gloo":
+        return
+    for rank in dist.get_process_group_ranks(whole):
+        if rank != dist.get_rank():
+            with contextlib.suppress(RuntimeError):
+                never = dist.irecv(torch.empty(1), rank, whole, tag=NO_TAG)
+                assert never is not None
+                never.wait(datetime.timedelta(milliseconds=1))
 
 
 def find(name: str) -> dist.ProcessGroup:
@@ -175,13 +199,11 @@ def _gather(whole: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
     device = "cuda" if dist.get_backend(whole) == "nccl" else "cpu"
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     table = [torch.empty_like(mine) for _ in range(dist.get_world_size(whole))]
-    try:
-        dist.all_gather(table, mine, group=whole)
-    except RuntimeError as error:
-        raise RingError(
-            f"rank {dist.get_rank()} waited for the others to agree on sizes, and one did not "
-            f"answer; every rank must call the same losses in the same order: {error}"
-        ) from error
+    names = (
+        f"rank {dist.get_rank()} waited for the others to agree on sizes, and one did not answer; "
+        "every rank must call the same losses in the same order"
+    )
+    watched(whole, names, lambda: dist.all_gather(table, mine, group=whole))
     return [row.tolist() for row in table]
 
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.errors import RingError
-from tilewise.groups import Group, find
+from tilewise.groups import Group, find, watched
 from tilewise.routes import route_of
 from tilewise.tiles import spans
 
@@ -68,7 +67,7 @@ class Message:
     received: Parts
     sent: Parts = ()  # held until it has left
     works: Sequence[dist.Work] = ()
-    names: str = ""  # of whom it waits for
+    watch: Callable[[Callable[[], Any]], Any] = lambda call: call()  # says whom it waits for
 
     def wait(self) -> Parts:
         """What came; raises if a neighbour does not answer."""
@@ -77,7 +76,7 @@ class Message:
 
     def release(self) -> Parts:
         """The memory of what was sent, free again once it has left."""
-        _watched(self.names, lambda: [work.wait() for work in self.works])
+        self.watch(lambda: [work.wait() for work in self.works])
         sent, self.works, self.sent = self.sent, (), ()
         return sent
 
@@ -116,8 +115,9 @@ class Ring:
             f"rank {dist.get_rank()} sent to rank {after} and waited for rank {before}, and one of "
             "them did not answer; look at what it printed, and start all ranks again"
         )
-        works = _watched(names, lambda: dist.batch_isend_irecv(operations))
-        return Message(tuple(to_fill), sent, works, names)
+        watch = functools.partial(watched, self.group, names)
+        works = watch(lambda: dist.batch_isend_irecv(operations))
+        return Message(tuple(to_fill), sent, works, watch)
 
     def collect(self, call: Callable[..., Any], size: int, x: Tensor) -> Message:
         """A collective of all ranks that makes (size, ...) of x, in the background."""
@@ -127,8 +127,9 @@ class Ring:
             "the others printed, and start all ranks again"
         )
         self.sent_bytes += max(_bytes(x), _bytes(out)) // self.world * (self.world - 1)
-        work = _watched(names, lambda: call(out, x, group=self.group, async_op=True))
-        return Message((out,), (x,), [work], names)
+        watch = functools.partial(watched, self.group, names)
+        work = watch(lambda: call(out, x, group=self.group, async_op=True))
+        return Message((out,), (x,), [work], watch)
 
 
 class _Passage:
@@ -312,14 +313,6 @@ def _all_gather() -> Callable[..., Any]:
 def _reduce_scatter() -> Callable[..., Any]:
     new: Any = getattr(dist, "reduce_scatter_single", None)
     return new or dist.reduce_scatter_tensor
-
-
-def _watched(names: str, call: Callable[[], Any]) -> Any:
-    """What a call returns; an error of torch.distributed becomes one that says who was missing."""
-    try:
-        return call()
-    except RuntimeError as error:
-        raise RingError(f"{names}: {error}") from error
 
 
 def _length(cut: slice) -> int:
