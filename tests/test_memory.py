@@ -89,6 +89,14 @@ def test_half_precision_gradients_need_one_accumulator(dtype):
     assert extra <= side + tiles + 40 * MIB
 
 
+def test_half_precision_gradients_lie_in_the_accumulator():
+    """Rounded where they were added up: no copy of them is made at the end."""
+    a, b = inputs(512, 64, torch.bfloat16)
+    tw.clip_loss(a, b, 14.3).backward()
+    assert b.grad.untyped_storage().nbytes() == 2 * b.grad.nbytes
+    assert a.grad.untyped_storage().nbytes() == a.grad.nbytes
+
+
 def test_softplus_gradients_are_handed_over_without_a_copy():
     """SigLIP keeps gradients from the forward and scales them in place: no third and fourth one."""
     batch, dim = 2048, 8192

@@ -154,7 +154,11 @@ class _Passage:
         for step in range(1, self.ring.world):
             here, behind = yield from self._pass(step, here, behind)
         if self.carry is not None:
-            self.carry.home = [x for parts in _arrived(behind, self.cuts[0]) for x in parts]
+            home = [x for parts in _arrived(behind, self.cuts[0]) for x in parts]
+            slot = self.slots.get(home[0].data_ptr(), home[0]) if len(home) == 1 else None
+            # What is in one piece may stay: without the rest of a slot that it does not fill.
+            fills = slot is None or len(slot) == len(home[0])
+            self.carry.home = home if fills else [home[0].clone()]
 
     def _stay(self) -> Step:
         """Look at one's own columns while they set out."""
@@ -268,7 +272,8 @@ class _Gathering:
             yield from self._show(Visit(False, tuple(x[cut] for x in everyone)), cut)
         del everyone
         if self.carry is not None:
-            self.carry.home = [self._bring_home(self.carry)[: len(self.cargo[0])]]
+            home, size = self._bring_home(self.carry), len(self.cargo[0])
+            self.carry.home = [home if len(home) == size else home[:size].clone()]
 
     def _show(self, visit: Visit, cut: slice) -> Iterator[Visit]:
         yield visit

@@ -175,7 +175,7 @@ class _Total:
 def _home(carry: Carry, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
     """What was found about one's own columns, in one piece; `gain` as for `rounded`."""
     parts, carry.home = carry.home, []
-    if len(parts) == 1 and parts[0].untyped_storage().nbytes() == parts[0].nbytes:
+    if len(parts) == 1:
         return rounded(parts[0], dtype, gain)
     whole, start = carry.like.new_empty(sum(map(len, parts)), *carry.like.shape[1:], dtype=dtype), 0
     for part in parts:
