@@ -89,6 +89,21 @@ def test_half_precision_gradients_need_one_accumulator(dtype):
     assert extra <= side + tiles + 40 * MIB
 
 
+def test_a_lone_rank_has_no_slots():
+    """One more number on each side: 2 bytes for the accumulator above inputs and gradients."""
+    torch.set_num_threads(2)
+    found, dim = [], 8192
+    for batch in (512, 2048):
+        a, b = inputs(batch, dim, torch.bfloat16)
+
+        def step(a=a, b=b):
+            a.grad = b.grad = None
+            tw.clip_loss(a, b, 0.01, workspace_mib=32).backward()
+
+        found.append(peak_bytes(step, torch.device("cpu")) - 4 * batch * dim)
+    assert (found[1] - found[0]) / (dim * (2048 - 512)) <= 2.3
+
+
 def test_half_precision_gradients_lie_in_the_accumulator():
     """Rounded where they were added up: no copy of them is made at the end."""
     a, b = inputs(512, 64, torch.bfloat16)

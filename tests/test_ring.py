@@ -230,6 +230,25 @@ def test_under_the_eyes_of_torch(monkeypatch):
             assert torch.allclose(x, y, rtol=1e-12, atol=1e-13), (name, sizes)
 
 
+def spoilt_upstream(rank):
+    """SigLIP whose upstream gradient is NaN on one rank, and None on one."""
+    a, b = (x.requires_grad_() for x in features(6)[:, 2 * rank : 2 * rank + 2])
+    found = []
+    for who in range(3):
+        loss = tw.siglip_loss(a, b, 5.0, group=dist.group.WORLD)
+        (loss * (torch.nan if rank == who else 1.0)).backward()
+        found.append(bool(b.grad.isnan().any()))
+        a.grad = b.grad = None
+    loss = tw.siglip_loss(a, b, 5.0, group=dist.group.WORLD)
+    torch.stack([loss, a.sum() * 0])[1 if rank == 1 else 0].backward()
+    return found
+
+
+def test_an_upstream_gradient_that_is_no_number():
+    """NaN anywhere reaches the columns of all; a loss that one rank did not use is 0 there."""
+    assert run(spoilt_upstream, 3) == [[True] * 3] * 3
+
+
 # Groups
 
 

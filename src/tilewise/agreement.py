@@ -58,7 +58,7 @@ def together(loss: Callable[Args, Result]) -> Callable[Args, Result]:
 def _said(name: str, given: dict[str, Any]) -> dict[str, object]:
     """What decides how the ranks talk to each other."""
     negatives, weight = given.get("negatives"), given.get("weight")
-    learnt = [key for key in ("scale", "temperature", "bias")
+    learnt = [key for key in ("scale", "temperature", "bias", "weight")
               if isinstance(given.get(key), Tensor) and given[key].requires_grad]  # fmt: skip
     return {
         "loss": name,
@@ -122,7 +122,7 @@ def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]
 def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) -> costs.Schedule:
     """How `clip_loss` of such features would send columns round a group, and why.
 
-    All ranks must ask, unless `sizes` are given.
+    All ranks must ask; with `sizes` only the first time that the group is used.
     """
     pairs = make_pairs(
         rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False, empty=True
@@ -133,6 +133,7 @@ def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) ->
     sizes, nodes = how.get("sizes"), None
     if sizes is None:
         sizes, nodes = groups.agree(how["group"], _facts(pairs, plan), pairs.shape[1])
+    groups.check_sizes(how["group"], sizes, pairs.shape[1])
     return _choose(pairs, plan, sizes, nodes or groups.nodes_of(how["group"]))
 
 
@@ -142,6 +143,7 @@ def _facts(pairs: Pairs, plan: Plan) -> dict[str, object]:
     return {
         "feature size": pairs.shape[2],
         "dtype": pairs.rows.dtype,
+        "device": pairs.rows.device.type,
         "workspace": plan.workspace_bytes,
         "kind of loss": (
             f"{plan.reduction}{' of rows and columns' if plan.columns else ''}"

@@ -367,11 +367,13 @@ def _save_weigh(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 def _weigh_backward(ctx: Any, upstream: Tensor | None, *_unused: None) -> tuple[Tensor | None, ...]:
     call, _ = _restore(ctx)
+    if upstream is None and call.plan.group:  # other ranks may have one, and ask
+        upstream = call.rest[0].new_zeros(())
     if upstream is None:
         return (None,) * len(ctx.constants)
     # create_graph=True is left to the op that refuses to go on. Where ranks have upstream gradients
     # of their own, what was added up without them is of no use.
-    if torch.is_grad_enabled() or not rounds.is_common(upstream, call.plan):
+    if not rounds.is_common(upstream, call.plan) or torch.is_grad_enabled():
         weight, *needs = call.rest
         nothing = weight.new_empty(0)
         rest = (nothing, nothing, nothing, (upstream * weight)[None], nothing, *needs)

@@ -155,11 +155,11 @@ def _is_offered(schedule: str, device: torch.device) -> bool:
 # Differences
 
 
-def _loss(name: str, a: Tensor, b: Tensor, **how: object) -> Tensor:
+def _loss(name: str, a: Tensor, b: Tensor, scale: Tensor, **how: object) -> Tensor:
     losses: dict[str, Callable[..., Tensor]] = {
         "clip": tilewise.clip_loss, "siglip": tilewise.siglip_loss, "nt_xent": tilewise.nt_xent,
     }  # fmt: skip
-    return losses[name](a, b, SCALE, **how)
+    return losses[name](a, b, scale, **how)
 
 
 def _difference(name: str, schedule: str, device: torch.device) -> float:
@@ -171,13 +171,16 @@ def _difference(name: str, schedule: str, device: torch.device) -> float:
     maker = torch.Generator().manual_seed(0)
     made = torch.randn(2, sum(sizes), 24, generator=maker, dtype=torch.float64)
     every = functional.normalize(made, dim=-1).to(device).requires_grad_()
-    truth = _loss(name, every[0], every[1])
-    (truth_grad,) = torch.autograd.grad(truth, every)
+    scale = torch.tensor(SCALE, dtype=torch.float64, device=device, requires_grad=True)
+    truth = _loss(name, every[0], every[1], scale)
+    truth_grad, truth_d_scale = torch.autograd.grad(truth, [every, scale])
     mine = every.detach()[:, start : start + sizes[rank]].requires_grad_()
-    share = _loss(name, mine[0], mine[1], group=dist.group.WORLD, schedule=schedule)
-    (grad,) = torch.autograd.grad(share, mine)
+    share = _loss(name, mine[0], mine[1], scale, group=dist.group.WORLD, schedule=schedule)
+    grad, d_scale = torch.autograd.grad(share, [mine, scale])
+    dist.all_reduce(d_scale)
     dist.all_reduce(total := share.detach() / world)
     worst = (total / truth.detach() - 1).abs()
+    worst = torch.maximum(worst, (d_scale / world / truth_d_scale - 1).abs())
     # Gradients are of the sum over ranks of what each returns: of the mean, times their number.
     wanted = world * truth_grad[:, start : start + sizes[rank]]
     if grad.numel():

@@ -94,6 +94,8 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
 def is_same(number: Tensor, name: str) -> bool:
     """Whether all ranks of a group have the same number; the host waits for it."""
     both, whole = torch.stack([number, -number]).detach(), find(name)
+    # A maximum may pass NaN over; two infinities are never the same number.
+    both = torch.where(number.isnan(), torch.inf, both)
     names = (
         f"rank {dist.get_rank()} waited for all ranks' upstream gradients, and one did not answer; "
         "every rank must call backward"
@@ -116,7 +118,7 @@ def _hang_up(whole: dist.ProcessGroup) -> None:
 
     gloo does so when a wait runs out of time; NCCL has a watchdog for it.
     """
-    if dist.get_backend(whole) != "gloo":
+    if "gloo" not in str(dist.get_backend_config(whole)):
         return
     for rank in dist.get_process_group_ranks(whole):
         if rank != dist.get_rank():
@@ -172,9 +174,7 @@ def agree(group: Group, facts: dict[str, object], size: int) -> Agreed:
     call.agreed = True
     _refuse_together(whole, table, "")
     if len({row[1] for row in table}) > 1:
-        said: list[dict[str, str]] = [{}] * len(table)
-        dist.all_gather_object(said, words, group=whole)
-        raise RingError(_difference(whole, said))
+        raise RingError(_difference(whole, _gather_objects(whole, words)))
     _nodes[whole] = [row[3] for row in table]
     return Agreed([row[2] for row in table], _nodes[whole])
 
@@ -189,10 +189,16 @@ def _refuse_together(whole: dist.ProcessGroup, table: list[list[int]], reason: s
     """Raise the same error on every rank if one has a reason to."""
     if not any(row[0] for row in table):
         return
-    reasons: list[str] = [""] * len(table)
-    dist.all_gather_object(reasons, reason, group=whole)
+    reasons: list[str] = _gather_objects(whole, reason)
     rank = next(rank for rank, text in enumerate(reasons) if text)
     raise RingError(f"rank {dist.get_global_rank(whole, rank)} refused: {reasons[rank]}")
+
+
+def _gather_objects(whole: dist.ProcessGroup, mine: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size(whole)
+    names = f"rank {dist.get_rank()} waited for what the others have to say, and one did not answer"
+    watched(whole, names, lambda: dist.all_gather_object(every, mine, group=whole))
+    return every
 
 
 def _gather(whole: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:

@@ -209,8 +209,8 @@ class _Passage:
 
     def _follow(self, step: int, found: list[Tensor], following: list[Message]) -> None:
         """Send what was found about a slice, receive what was about that of the next."""
-        if self.carry is None:
-            following.append(Message(()))
+        if self.carry is None or self.ring.world == 1:
+            following.append(Message(tuple(found)))
             return
         # Two are on their way; what comes takes the place of what has left before.
         if len(self.leaving) == 2:
