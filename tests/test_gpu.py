@@ -320,7 +320,7 @@ def group_of():
     dist.destroy_process_group()
 
 
-RINGS = ("clip", "clip-labels", "siglip", "info_nce-smooth")
+RINGS = ("clip", "clip-labels", "siglip", "info_nce-smooth", "nt_xent")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
