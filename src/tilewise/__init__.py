@@ -11,8 +11,10 @@ from tilewise.errors import (
     OptionError,
     RingError,
     ShapeError,
+    StepError,
     TilewiseError,
 )
+from tilewise.gradcache import CachedStep, StepResult
 from tilewise.losses import (
     ClipLoss,
     InfoNCELoss,
@@ -26,6 +28,7 @@ from tilewise.losses import (
     sup_con,
 )
 from tilewise.pairs import NO_POSITIVE
+from tilewise.phases import StepMetrics
 from tilewise.reductions import Stats
 from tilewise.sweep import (
     Kept,
@@ -41,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NO_POSITIVE",
     "BackendError",
+    "CachedStep",
     "Choice",
     "ClipLoss",
     "DeviceError",
@@ -56,6 +60,9 @@ __all__ = [
     "ShapeError",
     "SigLipLoss",
     "Stats",
+    "StepError",
+    "StepMetrics",
+    "StepResult",
     "SupConLoss",
     "TilewiseError",
     "clip_loss",

@@ -31,3 +31,7 @@ class GradError(TilewiseError, RuntimeError):
 
 class RingError(TilewiseError, RuntimeError):
     """A rank of the group did not answer, or the ranks do not agree on what they compute."""
+
+
+class StepError(TilewiseError, RuntimeError):
+    """A step did not get to its end; says where, and what became of the gradients."""

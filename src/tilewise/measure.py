@@ -3,11 +3,13 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 # Large enough that a product runs at the machine's full speed, small enough to take a moment.
@@ -119,3 +121,32 @@ def _proc_field(file: str, key: str) -> str:
             if name.strip() == key:
                 return value.strip()
     return ""
+
+
+class Held:
+    """Memory that something left in use."""
+
+    bytes: float = 0.0
+
+
+@contextmanager
+def held_bytes(device: torch.device) -> Iterator[Held]:
+    """What the graph made inside holds: memory still in use, or, off CUDA, the saved tensors."""
+    held = Held()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        yield held
+        held.bytes = torch.cuda.memory_allocated(device) - before
+        return
+    saved: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        source = x if x._base is None else x._base
+        if not (source.is_leaf and source.requires_grad):  # parameters are there anyway
+            storage = x.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        yield held
+    held.bytes = sum(saved.values())

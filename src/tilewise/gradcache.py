@@ -1,0 +1,292 @@
+"""A step whose batch is bounded by host memory and time, not by the device: the gradient cache.
+
+Embed every micro-batch, those that do not fit without a graph; compute the loss on all features,
+once; run the others again with a graph and the same randomness, and push the gradient through.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import groups
+from tilewise.ahead import Ahead, Make
+from tilewise.embedding import Budget, Embedding, Features, Towers, listed
+from tilewise.errors import GradError, OptionError, ShapeError, StepError
+from tilewise.microbatches import Batch, Piece, Splitter, make_batch
+from tilewise.pairs import check_choice, check_number
+from tilewise.phases import Phases, StepMetrics
+from tilewise.pushing import Pushing, Root
+from tilewise.randomness import graph_leaves, keep_statistics, training_norms
+from tilewise.trees import Tree, tensors
+
+Encoder = Callable[..., Tree]
+
+
+class StepResult(NamedTuple):
+    """What a step gives back; gradients are in `.grad`."""
+
+    loss: Tensor  # (), detached
+    metrics: StepMetrics
+
+
+class CachedStep:
+    """Forward and backward of any batch in the memory of a micro-batch.
+
+    The plain program it replaces, with the same gradients:
+
+        loss(encoder(inputs), other_encoder(other_inputs)).backward()
+
+    Args:
+        encoders: one, several, or a mapping from names to them. Modules, methods or functions from
+            inputs to features: a tensor, or a tuple or mapping of tensors, a row for each sample; a
+            single number, such as a learnable scale, belongs to all. None: inputs are the features.
+            The same module may stand twice. One without parameters to train is run once.
+        loss: called once with the features of all samples, encoder by encoder (by name if they have
+            names; with what a single encoder returns, if that is a tuple or a mapping), and with
+            the step's keywords. Parameters in it, such as a scale, get their gradient once.
+        micro_batch: samples that an encoder takes at once; a number, or one for each encoder.
+        keep: MiB for graphs of micro-batches that need not be run again, or "auto": what is free.
+        device: where to compute; that of the encoders by default. Inputs elsewhere (host memory,
+            pinned or not, memory maps, iterables) are copied there a micro-batch ahead.
+        features: "device", or "host" to hold features and their gradients in host memory, for a
+            loss that takes them there (`device=` of tilewise's losses).
+        split: (inputs, micro-batch) -> micro-batches, for inputs that are no tensors, arrays, lists
+            of samples, tuples or mappings of those.
+        scaler: a GradScaler, for fp16; unscale and step it as usual.
+        batch_norm: allow BatchNorm in train mode, whose statistics are then of micro-batches.
+        progress: show a bar; by default where someone watches.
+    """
+
+    def __init__(  # noqa: PLR0913 - options, by keyword
+        self,
+        encoders: Encoder | Sequence[Encoder | None] | Mapping[str, Encoder | None] | None,
+        loss: Callable[..., Tensor],
+        *,
+        micro_batch: int | Sequence[int],
+        keep: float | Literal["auto"] = "auto",
+        device: torch.device | str | None = None,
+        features: Literal["device", "host"] = "device",
+        split: Splitter | None = None,
+        scaler: Any = None,
+        batch_norm: bool = False,
+        progress: bool | None = None,
+    ) -> None:
+        each, self.names = listed(encoders)
+        shown = [f"encoder {name!r}" for name in self.names or range(len(each))]
+        self.towers = Towers(each, shown)
+        self.loss, self.scaler, self.split = loss, scaler, split
+        self.micro_batch = _checked_sizes(micro_batch, len(each))
+        if keep not in ("auto", float("inf")) and check_number("keep", float(keep)) < 0:
+            raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep}")
+        check_choice("features", features, ("device", "host"))
+        self.keep, self.host, self.progress = keep, features == "host", progress
+        self.batch_norm = batch_norm
+        self.device = None if device is None else torch.device(device)
+
+    def __call__(self, *inputs: Any, **options: Any) -> StepResult:
+        """Loss and gradients of a batch: one input for each encoder, or one iterable for all.
+
+        An input is a tensor, array or list of samples, a tuple of those (the encoder's arguments)
+        or a mapping (its keywords). An iterable gives micro-batches, each a tuple of one input for
+        each encoder, and is read twice. Options go to the loss.
+        """
+        if not torch.is_grad_enabled():
+            raise GradError("a step computes gradients, got torch.no_grad(); call it outside")
+        if not self.batch_norm:
+            _refuse_batch_norm(self.towers.modules)
+        batch = make_batch(inputs, len(self.towers), self.micro_batch, self.split)
+        device = self.device or _device_of(self.towers.modules, inputs)
+        with Phases(device, self.progress) as phases:
+            return _Run(self, batch, device, phases).all(options)
+
+    def evaluate(self, features: list[Tree], options: dict[str, Any]) -> Tensor:
+        """The loss of the features of all encoders."""
+        if self.names is not None:
+            return self.loss(**dict(zip(self.names, features, strict=True)), **options)
+        if len(features) == 1 and isinstance(features[0], Mapping):
+            return self.loss(**features[0], **options)
+        single = len(features) == 1 and isinstance(features[0], tuple)
+        return self.loss(*(features[0] if single else features), **options)
+
+
+class _Run:
+    """One step."""
+
+    def __init__(
+        self, step: CachedStep, batch: Batch, device: torch.device, phases: Phases
+    ) -> None:
+        self.step, self.batch, self.phases = step, batch, phases
+        self.towers, self.ahead = step.towers, Ahead(device)
+        self.towers.find_owners()
+        self.features = [Features(device, step.host, batch.count) for _ in range(len(self.towers))]
+        self.embedding = Embedding(
+            self.towers, self.features, Budget(step.keep, device, self.towers.modules)
+        )
+        self.undo = _Undo(p for module in self.towers.modules for p in module.parameters())
+        self.pushing: Pushing | None = None
+        self.where = "the batch"
+
+    def all(self, options: dict[str, Any]) -> StepResult:
+        with self.undo.on_error(self):
+            self._embed()
+            loss, parameters = self._differentiate(options)
+            counts = self._push(parameters)
+        samples = max(each.samples for each in self.features)
+        return StepResult(loss, self.phases.metrics(samples=samples, **counts))
+
+    def _embed(self) -> None:
+        parts, count = self.embedding.parts, self.batch.count
+        with self.phases.phase("embed", count and count * len(self.towers)):
+            for piece, inputs in self._feed(self.batch.read()):
+                self.where = f"micro-batch {len(parts)}, {self.towers.names[piece.slot]}"
+                fresh = not self.features[piece.slot].buffers
+                out = self.embedding.add(piece, inputs)
+                if fresh:
+                    self.undo.watch(graph_leaves(tensors(out)))
+                del out, inputs
+                self.phases.advance()
+        if not parts:
+            raise ShapeError("the batch must not be empty, got no micro-batch; skip an empty batch")
+
+    def _differentiate(self, options: dict[str, Any]) -> tuple[Tensor, list[Root]]:
+        """The loss; its gradients for features are left with them, for parameters returned."""
+        self.where = "the loss"
+        with self.phases.phase("loss"):
+            leaves = [each.finish() for each in self.features]
+            loss = self.step.evaluate([each.tree for each in self.features], options)
+            _check_loss(loss)
+            self._check_finite(loss)
+            wanted = [x for own in leaves for x in own if x.requires_grad]
+            known = {id(x) for x in wanted}
+            parameters = [p for p in graph_leaves([loss]) if id(p) not in known]
+            for owner in self.towers.every_owner:
+                owner.check_owns(parameters)
+            self.undo.watch(parameters)
+            scaled = loss if self.step.scaler is None else self.step.scaler.scale(loss)
+            with torch.autocast(loss.device.type, enabled=False):
+                grads = torch.autograd.grad(
+                    scaled, [*wanted, *parameters], allow_unused=True, materialize_grads=True
+                )
+            by_leaf = dict(zip(map(id, wanted), grads, strict=False))
+            for each, own in zip(self.features, leaves, strict=True):
+                each.grads, each.tree = [by_leaf.get(id(x)) for x in own], None
+        return loss.detach(), list(zip(parameters, grads[len(wanted) :], strict=True))
+
+    def _check_finite(self, loss: Tensor) -> None:
+        """Raise on all ranks alike: where gradients are averaged, one must not wait for another."""
+        bad = (~torch.isfinite(loss.detach())).float()
+        shared = {id(o.group): o.group for o in self.towers.every_owner if o.group is not None}
+        for group in shared.values():
+            bad = groups.add_up(bad, group)
+        if float(bad):
+            others = f", and {int(bad)} ranks have one that is not" if shared else ""
+            raise OptionError(
+                f"the loss must be finite, got {float(loss.detach())}{others}; look for features "
+                "that are not, lower the learning rate, or clamp the scale"
+            )
+
+    def _push(self, parameters: list[Root]) -> dict[str, Any]:
+        self.pushing = pushing = Pushing(self.towers, self.features, self.embedding.parts)
+        kept, total = len(pushing.kept), len(pushing.order)
+        self.where, self.undo.touched = "the backward", True
+        with self.phases.phase("replay", total), keep_statistics(self.towers.modules):
+            for part in pushing.push(parameters, self._feed, self.batch.read()):
+                self.where = f"the backward, after micro-batch {part.index}"
+                self.phases.advance()
+            difference = pushing.difference()
+        return {"kept": kept, "replayed": total - kept, "replay_difference": difference}
+
+    def place(self) -> str:
+        """Where the step is."""
+        part = None if self.pushing is None else self.pushing.current
+        if part is None:
+            return self.where
+        return f"micro-batch {part.index}, {self.towers.names[part.slot]}, run again"
+
+    def _feed(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tree]]:
+        """Pieces with their inputs on the device."""
+        known = list[Piece]()
+
+        def makers() -> Iterator[Make]:
+            for piece in pieces:
+                known.append(piece)
+                yield piece.make
+
+        for inputs in self.ahead.over(makers()):
+            yield known.pop(0), inputs
+
+
+class _Undo:
+    """Gradients as they were, if a step fails."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.had: dict[int, bool] = {}
+        self.fresh: list[Tensor] = []
+        self.touched = False
+        self.watch(parameters)
+
+    def watch(self, more: Iterable[Tensor]) -> None:
+        """Remember whether these had a gradient."""
+        for p in more:
+            if id(p) not in self.had:
+                self.had[id(p)] = p.grad is not None
+                self.fresh += [] if p.grad is not None else [p]
+
+    @contextmanager
+    def on_error(self, run: _Run) -> Iterator[None]:
+        """Take back what was added to gradients that were None; say what became of the others."""
+        try:
+            yield
+        except BaseException as error:
+            for p in self.fresh:
+                p.grad = None
+            if not isinstance(error, Exception):
+                raise
+            state = "gradients are as they were"
+            if self.touched and any(self.had.values()):
+                state = "gradients were being accumulated and are invalid now: set them to None"
+            raise StepError(f"{run.place()}: {type(error).__name__}: {error}; {state}") from error
+        finally:
+            for owner in run.towers.every_owner:
+                owner.set_average(True)
+
+
+def _checked_sizes(micro_batch: int | Sequence[int], slots: int) -> list[int]:
+    sizes = [micro_batch] * slots if isinstance(micro_batch, int) else list(micro_batch)
+    if len(sizes) != slots or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise OptionError(
+            f"micro_batch must be a number above 0, or one for each of {slots} encoders, got "
+            f"{micro_batch!r}"
+        )
+    return sizes
+
+
+def _refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
+    norms = training_norms(modules)
+    if norms:
+        raise OptionError(
+            f"{type(norms[0]).__name__} in train mode takes the statistics of a micro-batch, and "
+            "takes them twice: no longer those of the batch. Call .eval() on it, use LayerNorm or "
+            "GroupNorm, or pass batch_norm=True to accept statistics of micro-batches, counted once"
+        )
+
+
+def _device_of(modules: Sequence[nn.Module], inputs: tuple[Any, ...]) -> torch.device:
+    """Of the first parameter, or of the first input."""
+    known: list[Tensor] = [p for module in modules for p in module.parameters()]
+    known += tensors(inputs)
+    return known[0].device if known else torch.device("cpu")
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ShapeError(f"the loss must be a tensor with one number, got {got}; reduce it")
+    if not loss.requires_grad:
+        raise GradError(
+            "the loss must depend on something to train, got one without gradient; unfreeze an "
+            "encoder, or check that the loss does not detach its features"
+        )

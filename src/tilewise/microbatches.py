@@ -1,0 +1,150 @@
+"""A batch as micro-batches that can be read twice, in the same order with the same contents."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.ahead import Make
+from tilewise.errors import OptionError, ShapeError
+from tilewise.tiles import spans
+from tilewise.trees import Tree, is_sliceable, length, take
+
+Splitter = Callable[[Any, int], Sequence[Tree]]  # (inputs, micro-batch) -> micro-batches
+
+
+class Piece(NamedTuple):
+    """One encoder's part of a micro-batch."""
+
+    slot: int  # which encoder
+    make: Make  # its inputs
+    last: bool  # whether this encoder has no more
+
+
+class Batch(Protocol):
+    """The inputs of all encoders."""
+
+    count: int | None  # pieces of each encoder, where known
+
+    def read(self) -> Iterator[Piece]:
+        """All pieces, the same every time."""
+
+
+class Split:
+    """Inputs in memory, one for each encoder, cut into micro-batches; encoder by encoder."""
+
+    def __init__(self, cuts: Sequence[Sequence[Make]]) -> None:
+        self.cuts = cuts
+        self.count: int | None = max(map(len, cuts))
+
+    def read(self) -> Iterator[Piece]:
+        for slot, cut in enumerate(self.cuts):
+            for i, make in enumerate(cut):
+                yield Piece(slot, make, i == len(cut) - 1)
+
+
+class Stream:
+    """An iterable of micro-batches, each a tuple of one input for each encoder.
+
+    It is read with the random state that it was read with the first time, which is not the
+    encoders': a shuffling, augmenting loader gives the same samples again.
+    """
+
+    count: int | None = None
+
+    def __init__(self, source: Iterable[Tree] | Callable[[], Iterator[Tree]], slots: int) -> None:
+        self.source, self.slots = source, slots
+        self.seed = int(torch.randint(2**62, ()))
+
+    def read(self) -> Iterator[Piece]:
+        dice = torch.Generator().manual_seed(self.seed).get_state()
+        items, dice = _apart(lambda: iter(_opened(self.source)), dice)
+        item, dice = _apart(lambda: next(items, None), dice)
+        while item is not None:
+            following, dice = _apart(lambda: next(items, None), dice)
+            for slot, inputs in enumerate(self._parts(item)):
+                yield Piece(slot, partial(_same, inputs), following is None)
+            item = following
+
+    def _parts(self, item: Tree) -> tuple[Tree, ...]:
+        if self.slots == 1:
+            return (item,)
+        if not isinstance(item, (tuple, list)) or len(item) != self.slots:
+            got = f"{len(item)} entries" if isinstance(item, (tuple, list)) else type(item).__name__
+            raise ShapeError(
+                f"a micro-batch of the iterator must be a tuple with one entry for each of "
+                f"{self.slots} encoders, got {got}"
+            )
+        return tuple(item)
+
+
+def _same(tree: Tree) -> Tree:
+    return tree
+
+
+def _apart(call: Callable[[], Any], dice: Tensor) -> tuple[Any, Tensor]:
+    """What a call returns and the random state it leaves, without touching that of others."""
+    others = torch.get_rng_state()
+    torch.set_rng_state(dice)
+    try:
+        return call(), torch.get_rng_state()
+    finally:
+        torch.set_rng_state(others)
+
+
+def _opened(source: Any) -> Iterable[Tree]:
+    opened: Iterable[Tree] = source() if callable(source) else source
+    return opened
+
+
+def make_batch(
+    inputs: tuple[Any, ...], slots: int, micro_batch: Sequence[int], split: Splitter | None
+) -> Batch:
+    """One input for each encoder, or one iterable of micro-batches for all of them."""
+    if len(inputs) == 1 and split is None and _is_stream(inputs[0]):
+        return Stream(inputs[0], slots)
+    if len(inputs) != slots:
+        raise OptionError(
+            f"a step takes one input for each of its {slots} encoders, or one iterable of "
+            f"micro-batches for all; got {len(inputs)} inputs"
+        )
+    return Split([
+        _cut(f"input {slot}", x, micro_batch[slot], split) for slot, x in enumerate(inputs)
+    ])  # fmt: skip
+
+
+def _is_stream(source: Any) -> bool:
+    if isinstance(source, (Tensor, list, tuple, Mapping, str)) or is_sliceable(source):
+        return False
+    if not callable(source) and not isinstance(source, Iterable):
+        return False
+    if isinstance(source, Iterator):
+        raise OptionError(
+            f"micro-batches are read twice, got a {type(source).__name__} that can be read once; "
+            "pass what it was made of (a DataLoader), or a function that makes it"
+        )
+    return True
+
+
+def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> list[Make]:
+    if split is not None:
+        pieces = list(split(inputs, step))
+        if not pieces:
+            raise ShapeError(f"split must give micro-batches, got none for {name}")
+        return [partial(_same, piece) for piece in pieces]
+    if not is_sliceable(inputs):
+        raise OptionError(
+            f"{name} must be a tensor, array, list, tuple or mapping of those, got "
+            f"{type(inputs).__name__}; pass split= to say how it is cut"
+        )
+    size = length(inputs)
+    if size is None:
+        raise ShapeError(
+            f"all parts of {name} must have the same number of samples as their first dimension, "
+            "and there must be one; pass split= for anything else"
+        )
+    if size < 1:
+        raise ShapeError(f"{name} must not be empty, got no samples; skip an empty batch")
+    return [partial(take, inputs, slice(*span)) for span in spans(size, step)]

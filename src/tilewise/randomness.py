@@ -1,0 +1,65 @@
+"""The same forward again: random numbers as they were, statistics left alone."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Dice:
+    """The state of every generator that an encoder may draw from, here and on CUDA devices."""
+
+    def __init__(self) -> None:
+        self.host = torch.get_rng_state()
+        self.devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def roll_on(self) -> None:
+        """Go on from this state."""
+        torch.set_rng_state(self.host)
+        if self.devices:
+            torch.cuda.set_rng_state_all(self.devices)
+
+
+@contextmanager
+def replayed(dice: Dice) -> Iterator[None]:
+    """Draw what was drawn from a state, and go on as if nothing had been drawn."""
+    now = Dice()
+    dice.roll_on()
+    try:
+        yield
+    finally:
+        now.roll_on()
+
+
+@contextmanager
+def keep_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave running statistics of BatchNorm as they are: those of each batch are counted once."""
+    buffers = [x for norm in training_norms(modules) for x in norm.buffers()]
+    copies = [x.clone() for x in buffers]
+    yield
+    for x, copy in zip(buffers, copies, strict=True):
+        x.copy_(copy)
+
+
+def training_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Every BatchNorm that takes the statistics of what it sees."""
+    norms = nn.modules.batchnorm._BatchNorm
+    found = (part for module in modules for part in module.modules() if isinstance(part, norms))
+    return [norm for norm in found if norm.training]
+
+
+def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that gradients of `outputs` will be added to, as far as the graph shows them."""
+    todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    found = {id(x): x for x in outputs if x.is_leaf and x.requires_grad}
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        todo += new
+    return list(found.values())

@@ -1,0 +1,89 @@
+"""Tensors in tuples, lists and mappings: what encoders take and give."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any  # a tensor, a number, None, or a tuple, list or mapping of trees
+
+
+def leaves(tree: Tree) -> Iterator[Any]:
+    """Everything that is no container, in order."""
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        yield tree
+        return
+    for part in tree:
+        yield from leaves(part)
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    """The tensors in it, in order."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(change: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """The same tree with every tensor changed; mappings become plain dicts."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(change, part) for key, part in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        parts = [map_tensors(change, part) for part in tree]
+        if isinstance(tree, list):
+            return parts
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return tree
+
+
+def call(function: Callable[..., Any], tree: Tree) -> Any:
+    """Call with a mapping as keywords, a tuple as arguments, anything else as the only one."""
+    if isinstance(tree, Mapping):
+        return function(**tree)
+    return function(*tree) if isinstance(tree, tuple) else function(tree)
+
+
+def length(tree: Tree) -> int | None:
+    """How many samples: the first size of its tensors, arrays and lists; None if they differ."""
+    sizes = set(_sizes(tree))
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _sizes(tree: Tree) -> Iterator[int]:
+    if isinstance(tree, (Tensor, list)) or _is_array(tree):
+        yield len(tree) if not isinstance(tree, Tensor) or tree.dim() else -1
+    elif isinstance(tree, (tuple, Mapping)):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _sizes(part)
+
+
+def take(tree: Tree, span: slice) -> Tree:
+    """Some of the samples. Numbers, strings and None belong to all of them."""
+    if isinstance(tree, (Tensor, list)):
+        return tree[span]
+    if _is_array(tree):
+        return torch.tensor(tree[span])  # of a memory map this reads it
+    if isinstance(tree, Mapping):
+        return {key: take(part, span) for key, part in tree.items()}
+    if isinstance(tree, tuple):
+        parts = [take(part, span) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return tree
+
+
+def is_sliceable(tree: Tree) -> bool:
+    """Whether `take` knows how to cut it."""
+    if isinstance(tree, Mapping):
+        return all(map(is_sliceable, tree.values()))
+    if isinstance(tree, tuple):
+        return all(map(is_sliceable, tree))
+    plain = (Tensor, list, str, bytes, bool, int, float, type(None))
+    return isinstance(tree, plain) or _is_array(tree)
+
+
+def _is_array(tree: Tree) -> bool:
+    """Whether it is a numpy array, memory-mapped or not."""
+    return hasattr(tree, "__array_interface__") and bool(getattr(tree, "shape", ()))
