@@ -21,7 +21,7 @@ from tilewise.backends import adding, convert, dz, hopper, hopper_dz, kernels, t
 from tilewise.backends.tuning import Target, tiles_for
 
 FLOAT_POINTERS = """head flag row_part col_part row_pull col_pull out row_gain col_gain row_vectors
-    col_vectors scale_part row_parts row_weight col_weight"""
+    col_vectors scale_part row_parts row_weight col_weight stats mean product_of"""
 INT_POINTERS = "index row_ids col_ids row_labels col_labels"
 POINTERS = {
     **dict.fromkeys(FLOAT_POINTERS.split(), "fp32"), **dict.fromkeys(INT_POINTERS.split(), "i32"),
@@ -42,6 +42,7 @@ VARIANTS = {
     "marked_sums-labels": (
         "marked_sums", "marked", {"KIND": LABEL, "IDS": True, "SUMS": True, "ON_FLAG": False},
     ),
+    "marked_means": ("marked_means", "marked", {"KIND": ALIGNED, "IDS": True}),
     "dz_of_marked": (
         "dz_of_marked", "marked",
         {"KIND": ALIGNED, "SUMS": False, "SCALED": True, "ON_FLAG": True},

@@ -18,9 +18,11 @@ LAYERS = {
     "ahead": 0,
     "reductions": 1, "positives": 1,
     "backends": 2, "groups": 2, "ring": 2,
-    "rounds": 3, "autograd": 3, "dot_rows": 3, "sweep": 3, "options": 3, "agreement": 3,
+    "rounds": 3, "hosted": 3, "autograd": 3, "dot_rows": 3, "sweep": 3, "options": 3,
+    "agreement": 3,
     "losses": 4,
     "gradcache": 5, "embedding": 5, "pushing": 5, "microbatches": 5, "gradsync": 5,
+    "pool": 5,
     "randomness": 5, "phases": 5,
     "bench": 6, "check_ring": 6, "bench_report": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
@@ -29,7 +31,7 @@ LONG_FUNCTIONS = {"sums", "dz_of_softplus"}
 TRITON = {
     "adding.py", "kernels.py", "dz.py", "vectors.py", "hopper.py", "convert.py", "operands.py",
     "products.py", "hopper_dz.py", "fused_softplus.py", "tuning.py",
-    "fused_forward.py", "fused_backward.py",
+    "fused_forward.py", "fused_backward.py", "fused_attend.py",
 }  # fmt: skip
 
 

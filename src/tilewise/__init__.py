@@ -29,6 +29,7 @@ from tilewise.losses import (
 )
 from tilewise.pairs import NO_POSITIVE
 from tilewise.phases import StepMetrics
+from tilewise.pool import Pool
 from tilewise.reductions import Stats
 from tilewise.sweep import (
     Kept,
@@ -54,6 +55,7 @@ __all__ = [
     "Kept",
     "NTXentLoss",
     "OptionError",
+    "Pool",
     "Reduced",
     "RingError",
     "Schedule",

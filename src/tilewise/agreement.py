@@ -79,9 +79,14 @@ def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
             if how.get(name, silent) != silent:
                 raise OptionError(f"{name}= is about the ranks of a group, which was not given")
         return plan
-    if plan.check_values or pairs.rows.device.type == "cpu":
+    if plan.check_values or pairs.device.type == "cpu":
         check_values(pairs)
-    backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
+    backends.choose(plan.backend, pairs.device, pairs.rows.dtype, plan.precision)
+    if pairs.rows.device != pairs.device:
+        raise OptionError(
+            "rows of a rank must be on its device where there is a group, got them in host memory; "
+            "only columns, such as a pool of negatives, may be there"
+        )
     # What is kept for the backward would be of some columns only.
     plan = plan._replace(group=groups.name_of(group), keep_bytes=0)
     asked = how.get("schedule", "auto")
@@ -113,7 +118,7 @@ def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]
         carried=plan.columns and not pairs.symmetric,
         grads=wanted,
     )
-    machine = costs.MACHINES.get(pairs.rows.device.type, costs.MACHINES["cpu"])
+    machine = costs.MACHINES.get(pairs.device.type, costs.MACHINES["cpu"])
     # Known beforehand, so that the choice, and with it the bits of a result, stay as they are.
     return costs.choose(load, nodes, machine, GATHER_ROOM * plan.workspace_bytes)
 
@@ -143,7 +148,8 @@ def _facts(pairs: Pairs, plan: Plan) -> dict[str, object]:
     return {
         "feature size": pairs.shape[2],
         "dtype": pairs.rows.dtype,
-        "device": pairs.rows.device.type,
+        "device": pairs.device.type,
+        "place of the columns": pairs.columns.device.type,
         "workspace": plan.workspace_bytes,
         "kind of loss": (
             f"{plan.reduction}{' of rows and columns' if plan.columns else ''}"

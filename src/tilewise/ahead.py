@@ -85,3 +85,18 @@ class Ahead:
         if x.device.type == "cpu" and not x.is_pinned():
             x = x.pin_memory()
         return x.to(self.device, non_blocking=True)
+
+    def send(self, x: Tensor, out: Tensor) -> None:
+        """Copy something from the device, in the background and in order with what is fetched."""
+        if self.stream is None:
+            out.copy_(x)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            out.copy_(x, non_blocking=True)
+        x.record_stream(self.stream)
+
+    def wait(self) -> None:
+        """Until all that was sent is there: the host reads it, or later work on the device."""
+        if self.stream is not None:
+            self.stream.synchronize()

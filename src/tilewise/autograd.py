@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import rounds
+from tilewise import hosted, rounds
 from tilewise.backends import fused
 from tilewise.backends.blocks import narrow, pull_rows, row_spans
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
@@ -48,7 +48,7 @@ def _parse(args: tuple[Any, ...]) -> Call:
 def _checked(args: tuple[Any, ...]) -> Call:
     """The arguments, with values read back where that is free or asked for."""
     call = _parse(args)
-    if call.plan.check_values or call.pairs.rows.device.type == "cpu":
+    if call.plan.check_values or call.pairs.device.type == "cpu":
         check_values(call.pairs)
     return call
 
@@ -58,7 +58,8 @@ def plain(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def run(*args: Any) -> Any:
-        with torch.autocast(args[0].device.type, enabled=False):
+        kinds = {x.device.type for x in args if isinstance(x, Tensor)}
+        with torch.autocast(max(kinds, key="cpu".__ne__), enabled=False):
             return body(*args)
 
     return run
@@ -77,7 +78,7 @@ def plain(body: Callable[..., Any]) -> Callable[..., Any]:
 def reduce(*args: Any) -> Swept:
     """Packed `Stats` of rows and columns, differentiable in rows, cols, scale and bias."""
     pairs, plan, _ = _checked(args)
-    return rounds.reduce(pairs, plan)
+    return hosted.reduce(pairs, plan)
 
 
 @reduce.register_fake
@@ -85,7 +86,7 @@ def _(*args: Any) -> Swept:
     pairs, plan, _ = _parse(args)
     n, m, _ = pairs.shape
     k = rounds.num_stats(plan)
-    rows = pairs.rows.new_empty(k, n, dtype=pairs.dtype)
+    rows = pairs.scale.new_empty(k, n, dtype=pairs.dtype)
     wanted = plan.columns and not pairs.symmetric
     memo, kept = rows.new_empty(0), rows.new_empty(0)
     if rounds.backend_of(pairs, plan) is fused:
@@ -140,7 +141,7 @@ def _gradients(
     pairs: Pairs, plan: Plan, swept: Swept, rest: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     upstream, needs = rest[:2], Needs(*rest[2:])
-    return _rounded(pairs, rounds.differentiate(pairs, plan, swept, upstream, needs))
+    return _rounded(pairs, hosted.differentiate(pairs, plan, swept, upstream, needs))
 
 
 def _rounded(pairs: Pairs, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -152,10 +153,10 @@ def _rounded(pairs: Pairs, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _fake_grads(pairs: Pairs, needs: Needs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scalar = pairs.rows.new_empty((), dtype=pairs.dtype)
+    scalar = pairs.scale.new_empty((), dtype=pairs.dtype)
     return (
         pairs.rows.new_empty(pairs.rows.shape if needs.rows else 0),
-        pairs.rows.new_empty(pairs.columns.shape if needs.cols else 0),
+        pairs.columns.new_empty(pairs.columns.shape if needs.cols else 0),
         scalar,
         torch.empty_like(scalar),
     )
@@ -262,7 +263,7 @@ _differentiate.register_autograd(no_second_derivative, setup_context=save_nothin
 def attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Packed `Stats` of rows, differentiable in rows and scale, and the means; see the backends."""
     pairs, plan, _ = _checked(args)
-    return rounds.backend_of(pairs, plan).attend(pairs, plan)
+    return hosted.attend(pairs, plan)
 
 
 @attend.register_fake
@@ -329,14 +330,14 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
 def weigh(*args: Any) -> tuple[Tensor, ...]:
     """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
     pairs, plan, (weight, *needs) = _checked(args)
-    value, scaled = rounds.weigh(pairs, plan, weight, Needs(*needs))
+    value, scaled = hosted.weigh(pairs, plan, weight, Needs(*needs))
     return value, *_rounded(pairs, scaled.grads), scaled.row_gain, scaled.col_gain
 
 
 @weigh.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     pairs, _, rest = _parse(args)
-    value = pairs.rows.new_empty((), dtype=pairs.dtype)
+    value = pairs.scale.new_empty((), dtype=pairs.dtype)
     gains = value.new_empty(pairs.shape[0]), value.new_empty(pairs.shape[1])
     return value, *_fake_grads(pairs, Needs(*rest[1:])), *gains
 
@@ -347,6 +348,9 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @plain
 def _gain(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient by its gain, in the gain's precision, in place."""
+    if grads.device != gain.device:
+        hosted.rescale(grads, gain)
+        return
     if grads.is_contiguous() and fused.refusal(grads.device, grads.dtype) is None:
         fused.rescale(grads, gain.contiguous())
         return

@@ -8,7 +8,7 @@ from tilewise.backends.plan import PRECISIONS, Plan
 from tilewise.costs import SCHEDULES
 from tilewise.errors import DtypeError, OptionError
 from tilewise.groups import Group
-from tilewise.pairs import check_choice, check_number
+from tilewise.pairs import Device, check_choice, check_number
 
 
 class SweepOptions(TypedDict, total=False):
@@ -19,6 +19,8 @@ class SweepOptions(TypedDict, total=False):
     # Most memory for exponentials kept for the backward, 0 by default, or "auto". With retain_graph
     # or under torch.compile the backward works on a copy of them: as much again.
     keep_mib: float | Literal["auto"]
+    # Where to compute, for features in host memory, pinned, memory-mapped or not; see hosted.py.
+    device: Device
     check_values: bool  # read scale and indices back from a device to check them
     precision: str  # "exact" (default), or "fp8": scores of half-precision features rounded to e4m3
     # The ranks whose columns all count: a ProcessGroup, or a DeviceMesh of one dimension or of two,

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ NO_POSITIVE = -1
 
 PositiveKind = Literal["aligned", "index", "label", "none"]
 Both = tuple[Tensor, Tensor]
+Device = torch.device | str | None
 
 
 class Pairs(NamedTuple):
@@ -53,6 +54,11 @@ class Pairs(NamedTuple):
         return self.rows.shape[0], self.columns.shape[0], self.rows.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        """Where to compute; features may be in host memory instead."""
+        return self.scale.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """What logits and sums are computed in: float64 for float64 features, else float32."""
         return torch.float64 if self.rows.dtype == torch.float64 else torch.float32
@@ -68,18 +74,19 @@ def make_pairs(
     labels: Tensor | Both | None,
     skip_self: bool,
     empty: bool = False,
+    device: Device = None,
 ) -> Pairs:
     """Check everything that can be checked without reading a value, and say what is wrong.
 
     Under autocast the features are cast as a matrix product would cast them. Sides may be `empty`
-    where other ranks have more.
+    where other ranks have more, and in host memory where a `device` to compute on is named.
     """
     check_features("rows", rows, empty=empty)
     if cols is not None:
         check_features("cols", cols, empty=empty)
-    rows, cols = autocast(rows), None if cols is None else autocast(cols)
-    if cols is not None:
-        check_match("rows", rows, "cols", cols)
+    like = beside(rows, device)
+    rows, cols = autocast(rows, device), None if cols is None else autocast(cols, device)
+    check_match("rows", rows, "cols", rows if cols is None else cols, device)
     for name, marks in (("ids", ids), ("labels", labels)):
         if cols is None and marks is not None and not isinstance(marks, Tensor):
             raise OptionError(
@@ -87,16 +94,17 @@ def make_pairs(
                 f"{type(marks).__name__}; pass the features as cols too for {name} that differ"
             )
     n, m = rows.shape[0], rows.shape[0] if cols is None else cols.shape[0]
-    kind, index = _positive_kind(positives, labels, n, rows)
+    positives, ids, labels = (_moved(x, like, device) for x in (positives, ids, labels))
+    kind, index = _positive_kind(positives, labels, n, like)
     if kind == "aligned" and skip_self:
         raise OptionError(
             "skip_self=True leaves out the pairs (i, i), which are the aligned positives; pass "
             "positives or labels"
         )
-    row_ids, col_ids = _both_or_none("ids", ids, (n, m), rows)
-    row_labels, col_labels = _both_or_none("labels", labels, (n, m), rows)
-    scale = as_scalar("scale", scale_bias[0], rows)
-    bias = None if scale_bias[1] is None else as_scalar("bias", scale_bias[1], rows)
+    row_ids, col_ids = _both_or_none("ids", ids, (n, m), like)
+    row_labels, col_labels = _both_or_none("labels", labels, (n, m), like)
+    scale = as_scalar("scale", scale_bias[0], like)
+    bias = None if scale_bias[1] is None else as_scalar("bias", scale_bias[1], like)
     return Pairs(
         rows, cols, scale, bias, index, row_ids, col_ids, row_labels, col_labels, kind, skip_self
     )
@@ -129,9 +137,23 @@ def _both_or_none(
     return sides
 
 
-def autocast(features: Tensor) -> Tensor:
+def beside(features: Tensor, device: Device) -> Tensor:
+    """What scalars and vectors must be like: the features, or something where they are computed."""
+    return features if device is None else features.new_empty(0, device=device)
+
+
+def _moved(marks: Any, like: Tensor, device: Device) -> Any:
+    """Marks where the sweep is computed: they may be with the features, in host memory."""
+    if device is None or not isinstance(marks, (Tensor, tuple, list)):
+        return marks
+    if isinstance(marks, Tensor):
+        return marks.to(like.device, non_blocking=True)
+    return type(marks)(_moved(each, like, device) for each in marks)
+
+
+def autocast(features: Tensor, device: Device = None) -> Tensor:
     """As a matrix product would take it: in the autocast dtype where autocast is on."""
-    kind = features.device.type
+    kind = features.device.type if device is None else torch.device(device).type
     # Meta tensors know no autocast, and asking whether a device does cannot be traced by all torch.
     if kind == "meta" or not torch.is_autocast_enabled(kind) or features.dtype == torch.float64:
         return features
@@ -161,8 +183,13 @@ def check_features(name: str, features: Tensor, dims: int = 2, empty: bool = Fal
         )
 
 
-def check_match(name: str, features: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise unless two feature tensors share feature size, dtype and device."""
+def check_match(
+    name: str, features: Tensor, other_name: str, other: Tensor, device: Device = None
+) -> None:
+    """Raise unless two feature tensors share feature size, dtype and device.
+
+    With a `device` to compute on each may be there or in host memory.
+    """
     if features.shape[-1] != other.shape[-1]:
         raise ShapeError(
             f"{name} and {other_name} must share a feature size, got {features.shape[-1]} and "
@@ -173,7 +200,15 @@ def check_match(name: str, features: Tensor, other_name: str, other: Tensor) -> 
             f"{name} and {other_name} must share a dtype, got {features.dtype} and "
             f"{other.dtype}; cast one of them, or run under torch.autocast"
         )
-    check_device(other_name, other, name, features)
+    if device is None:
+        check_device(other_name, other, name, features)
+        return
+    for each, tensor in ((name, features), (other_name, other)):
+        if tensor.device.type != "cpu" and tensor.device != beside(tensor, device).device:
+            raise DeviceError(
+                f"{each} must be on {device}, where it is computed on, or in host memory, got "
+                f"{tensor.device}; move it, or name its device"
+            )
 
 
 def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
@@ -311,7 +346,7 @@ def impossible_positives(pairs: Pairs) -> Tensor:
     """
     n, m, _ = pairs.shape
     if pairs.positives is None:
-        return torch.zeros(n, dtype=torch.bool, device=pairs.rows.device)
+        return torch.zeros(n, dtype=torch.bool, device=pairs.device)
     index = pairs.positives.long()
     wrong = (index < NO_POSITIVE) | (index >= m)
     if pairs.symmetric:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise import backends
 from tilewise.backends.blocks import rounded
-from tilewise.backends.plan import Backend, Grads, Needs, Plan, Scaled, Swept
+from tilewise.backends.plan import Attended, Backend, Grads, Needs, Plan, Scaled, Swept
 from tilewise.groups import is_same
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.reductions import nothing
@@ -17,7 +17,7 @@ from tilewise.ring import Carry, Parts, Ring, Visit, ring_of
 
 def backend_of(pairs: Pairs, plan: Plan) -> Backend:
     """The backend that a plan runs on."""
-    choice = backends.choose(plan.backend, pairs.rows.device, pairs.rows.dtype, plan.precision)
+    choice = backends.choose(plan.backend, pairs.device, pairs.rows.dtype, plan.precision)
     return backends.BACKENDS[choice.name]
 
 
@@ -43,7 +43,7 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
         visit.found = swept.cols.t() if columns else None
     assert rows is not None
     cols = rows.new_empty(0) if carry is None else _home(carry, like.dtype).t().contiguous()
-    return Swept(rows, cols, _join(memos), kept)
+    return Swept(rows, cols, join_memos(memos), kept)
 
 
 def _reduce(pairs: Pairs, plan: Plan) -> Swept:
@@ -58,18 +58,26 @@ def _reduce(pairs: Pairs, plan: Plan) -> Swept:
 
 
 def differentiate(
-    pairs: Pairs, plan: Plan, swept: Swept, upstream: tuple[Tensor, Tensor], needs: Needs
+    pairs: Pairs,
+    plan: Plan,
+    swept: Swept,
+    upstream: tuple[Tensor, Tensor],
+    needs: Needs,
+    into: Tensor | None = None,
 ) -> Grads:
-    """Gradients of what `reduce` returned on all ranks, given those of this rank's numbers."""
-    ring = _ring(pairs, plan)
-    plan = plan._replace(wide=ring.world > 1)
+    """Gradients of what `reduce` returned on all ranks, given those of this rank's numbers.
+
+    Those of the rows are added to `into`, as for a backend.
+    """
+    ring, dtype = _ring(pairs, plan), _grad_dtype(pairs, plan)
+    plan = plan._replace(wide=plan.wide or ring.world > 1)
     # Where the columns are the rows, a pair of two ranks is swept by both: each finds the gradient
     # of its own rows, from the stats of both ends, and half of the scale's.
     sides = (swept.rows, upstream[0]) if pairs.symmetric else (swept.cols, upstream[1])
     cargo = _cargo(pairs, *(x.t() for x in sides if ring.world > 1 and x.dim() == 2))
     like = pairs.rows.new_empty(0, pairs.shape[2], dtype=pairs.dtype)
     carry = Carry(like, lambda a, b: a.add_(b), adds=True) if needs.cols else None
-    total = _Total(pairs, needs)
+    total = _Total(pairs, needs, into)
     for i, visit in enumerate(ring.visits(cargo, carry)):
         known = swept._replace(memo=swept.memo[i] if swept.memo.dim() == 2 else swept.memo)
         d_stats = upstream
@@ -84,7 +92,7 @@ def differentiate(
             _differentiate(_at(pairs, visit), plan, known, d_stats, needs, total.rows), share
         )
     # One side after the other: what was added up is twice as large as what it is rounded to.
-    return total.grads(None if carry is None else _home(carry, pairs.rows.dtype))
+    return total.grads(dtype, None if carry is None else _home(carry, dtype))
 
 
 def _differentiate(
@@ -101,16 +109,18 @@ def _differentiate(
     return _no_gradients(pairs, needs, into)
 
 
-def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:
+def weigh(
+    pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs, into: Tensor | None = None
+) -> tuple[Tensor, Scaled]:
     """This rank's sum of weight_i times the softplus sum of row i over all columns there are.
 
-    Gradients are those of the sum of it over all ranks.
+    Gradients are those of the sum of it over all ranks; `into` as for a backend.
     """
-    ring, (n, m, d) = _ring(pairs, plan), pairs.shape
-    plan = plan._replace(wide=ring.world > 1)
+    ring, (n, m, d), dtype = _ring(pairs, plan), pairs.shape, _grad_dtype(pairs, plan)
+    plan = plan._replace(wide=plan.wide or ring.world > 1)
     like = pairs.rows.new_empty(0, d, dtype=pairs.dtype)
     carry = Carry(like, lambda a, b: a.add_(b), adds=True) if needs.cols else None
-    total, value, found = _Total(pairs, needs), like.new_zeros(()), None
+    total, value, found = _Total(pairs, needs, into), like.new_zeros(()), None
     for visit in ring.visits(_cargo(pairs), carry):
         part, found = _weigh(_at(pairs, visit), plan, weight, needs, total.rows)
         value += part
@@ -118,9 +128,9 @@ def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tenso
     assert found is not None
     gains = found[1:] if ring.world == 1 else (weight.new_ones(n), weight.new_ones(m))
     # bf16 has the range of fp32: only fp16 keeps its rows' powers of two apart.
-    apart = gains if plan.wide and pairs.rows.dtype == torch.float16 else (None, None)
-    cols = None if carry is None else _home(carry, pairs.rows.dtype, apart[1])
-    return value, Scaled(total.grads(cols, apart[0]), *gains)
+    apart = gains if plan.wide and dtype == torch.float16 else (None, None)
+    cols = None if carry is None else _home(carry, dtype, apart[1])
+    return value, Scaled(total.grads(dtype, cols, apart[0]), *gains)
 
 
 def _weigh(
@@ -150,25 +160,25 @@ def is_common(upstream: Tensor, plan: Plan) -> bool:
 class _Total:
     """Gradients of this rank's rows, scale and bias so far."""
 
-    def __init__(self, pairs: Pairs, needs: Needs) -> None:
+    def __init__(self, pairs: Pairs, needs: Needs, into: Tensor | None) -> None:
         self.pairs, self.needs = pairs, needs
-        self.rows: Tensor | None = None
+        self.rows = into
         # Two tensors: an op's results may not share memory.
         zero = pairs.rows.new_zeros((), dtype=exact_dtype(pairs.rows))
         self.scale, self.bias = zero, zero.clone()
 
     def add(self, grads: Grads, share: float) -> Tensor | None:
         """Add those of a visit, of the scale a share; returns the columns' own."""
-        self.rows = grads.rows  # from the second visit on in the same memory
+        self.rows = grads.rows  # in the same memory, but for the first
         if self.needs.scale:
             self.scale += share * grads.scale
         if self.needs.bias:
             self.bias += share * grads.bias
         return grads.cols
 
-    def grads(self, cols: Tensor | None, gain: Tensor | None = None) -> Grads:
-        """All of them, the features' rounded."""
-        rows = None if self.rows is None else rounded(self.rows, self.pairs.rows.dtype, gain)
+    def grads(self, dtype: torch.dtype, cols: Tensor | None, gain: Tensor | None = None) -> Grads:
+        """All of them, those of the rows rounded."""
+        rows = None if self.rows is None else rounded(self.rows, dtype, gain)
         return Grads(rows, cols, *(x.to(self.pairs.dtype) for x in (self.scale, self.bias)))
 
 
@@ -183,6 +193,29 @@ def _home(carry: Carry, dtype: torch.dtype, gain: Tensor | None = None) -> Tenso
         whole[start:stop] = rounded(part, dtype, None if gain is None else gain[start:stop])
         start = stop
     return whole
+
+
+def attend(pairs: Pairs, plan: Plan) -> Attended:
+    """This rank's rows over all columns there are, all of them frozen: each passes by once."""
+    ring, backend, total = _ring(pairs, plan), backend_of(pairs, plan), None
+    for visit in ring.visits(_cargo(pairs)):
+        found = _attend(_at(pairs, visit), plan, backend)
+        total = found if total is None else total.join(found, backend.merge)
+    assert total is not None
+    return total
+
+
+def _attend(pairs: Pairs, plan: Plan, backend: Backend) -> Attended:
+    n, m, d = pairs.shape
+    if n and m:
+        return backend.attend(pairs, plan)
+    like = pairs.rows.new_zeros(n, d, dtype=pairs.dtype)
+    return Attended(nothing(num_stats(plan), like, n), like, like.new_zeros(n))
+
+
+def _grad_dtype(pairs: Pairs, plan: Plan) -> torch.dtype:
+    """What the features' gradients are handed over in."""
+    return pairs.dtype if plan.wide else pairs.rows.dtype
 
 
 def _ring(pairs: Pairs, plan: Plan) -> Ring:
@@ -223,7 +256,7 @@ def _vectors(pairs: Pairs, visit: Visit) -> tuple[Tensor, Tensor]:
     return more[0].t().contiguous(), more[1].t().contiguous()
 
 
-def _join(memos: list[Tensor]) -> Tensor:
+def join_memos(memos: list[Tensor]) -> Tensor:
     """What the backend wants to know again: as it is, or by visit, 0s of those without pairs."""
     if len(memos) == 1:
         return memos[0]

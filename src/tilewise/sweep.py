@@ -12,7 +12,15 @@ from tilewise.backends import fused
 from tilewise.backends.plan import Plan, Swept
 from tilewise.errors import OptionError
 from tilewise.options import SweepOptions, make_plan
-from tilewise.pairs import Both, Pairs, check_choice, check_features, check_weight, make_pairs
+from tilewise.pairs import (
+    Both,
+    Pairs,
+    beside,
+    check_choice,
+    check_features,
+    check_weight,
+    make_pairs,
+)
 from tilewise.reductions import Stats
 from tilewise.tiles import padded
 
@@ -73,7 +81,7 @@ def reduce_pairs(
     check_choice("reduction", reduction, ("logsumexp", "softplus"))
     pairs = make_pairs(
         rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels,
-        skip_self=skip_self, empty=how.get("group") is not None,
+        skip_self=skip_self, empty=how.get("group") is not None, device=how.get("device"),
     )  # fmt: skip
     if pairs.symmetric and reduction == "softplus":
         raise OptionError(
@@ -88,7 +96,7 @@ def reduce_pairs(
     if reduction == "softplus":
         return _reduced(pairs, _reduce(pairs, plan), None)
     pairs, shift = pairs._replace(bias=None), pairs.bias
-    if columns or sums or pairs.kind == "label" or plan.group or not _frozen(pairs):
+    if columns or sums or pairs.kind == "label" or not _frozen(pairs):
         return _reduced(pairs, _reduce(pairs, plan), shift)
     rows_only = autograd.attend(*pairs, *plan)[0]
     return _reduced(pairs, (rows_only, rows_only.new_empty(0)), shift)
@@ -116,9 +124,9 @@ def weigh_pairs(
     check_features("cols", cols, empty=together)
     pairs = make_pairs(
         rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=False,
-        empty=together,
+        empty=together, device=how.get("device"),
     )  # fmt: skip
-    weight = check_weight(weight, pairs.shape[0], pairs.rows)
+    weight = check_weight(weight, pairs.shape[0], beside(pairs.rows, how.get("device")))
     plan = with_group(make_plan(how, "softplus", False, False), how, pairs)
     if weight.requires_grad:
         return (weight * Stats.unpack(autograd.reduce(*pairs, *plan)[0]).values).sum()
@@ -143,14 +151,14 @@ def _reduce(pairs: Pairs, plan: Plan) -> Swept:
 def _keep_bytes(keep_mib: float | str, pairs: Pairs, plan: Plan) -> int:
     if keep_mib != "auto":
         return int(float(keep_mib) * 2**20)
-    if pairs.rows.device.type != "cuda":
+    if pairs.device.type != "cuda":
         return 0
     if torch.compiler.is_compiling():
         raise OptionError(
             "keep_mib='auto' asks the device for its free memory, which a compiled graph cannot; "
             "pass a number"
         )
-    device = pairs.rows.device
+    device = pairs.device
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
     n, m, d = pairs.shape
@@ -160,9 +168,10 @@ def _keep_bytes(keep_mib: float | str, pairs: Pairs, plan: Plan) -> int:
 
 
 def _frozen(pairs: Pairs) -> bool:
-    """Whether the rows want a gradient and the columns none."""
+    """Whether the rows, on the device, want a gradient and the columns none."""
     frozen = pairs.cols is not None and not pairs.cols.requires_grad
-    return frozen and pairs.rows.requires_grad and torch.is_grad_enabled()
+    here = pairs.rows.device == pairs.device
+    return frozen and here and pairs.rows.requires_grad and torch.is_grad_enabled()
 
 
 def _reduced(pairs: Pairs, packed: tuple[Tensor, ...], bias: Tensor | None) -> Reduced:

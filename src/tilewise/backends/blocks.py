@@ -140,8 +140,11 @@ def pull_rows(pairs: Pairs, mean: Tensor, product: Tensor, d_stats: Tensor) -> T
     exact = exact_dtype(mean)
     d_rows, d_scale = narrow(mean, pairs.rows.dtype), (d_value.to(exact) * product).sum()
     for span in row_spans(mean):
-        column, present = positive_columns(pairs, span)
-        pull = (d_positive[span] * present)[:, None] * pairs.columns[column]
+        pull = torch.zeros_like(mean[span])
+        if pairs.kind != "none":
+            column, present = positive_columns(pairs, span)
+            positive = pairs.columns[column.to(pairs.columns.device)].to(mean.device)
+            pull = (d_positive[span] * present)[:, None] * positive
         d_scale += inner(pull, pairs.rows[span]).to(exact).sum()
         pull.addcmul_(mean[span], d_value[span, None])
         d_rows[span] = pull * pairs.scale

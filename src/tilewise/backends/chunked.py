@@ -19,7 +19,7 @@ from tilewise.backends.blocks import (
     row_spans,
     store,
 )
-from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
+from tilewise.backends.plan import Attended, Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import Mask, Slots, exclude, find, lift, poison
 from tilewise.reductions import (
@@ -90,7 +90,7 @@ def differentiate(
     return _Gradients(pairs, needs, peak, wide=plan.wide, into=into).sweep(plan, dz_of)
 
 
-def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def attend(pairs: Pairs, plan: Plan) -> Attended:
     """Row stats; the mean column (N, D) under each row's softmax; its product with the row.
 
     d lse_i / d rows_i = scale * mean_i: over frozen columns the gradient comes with the forward.
@@ -104,7 +104,7 @@ def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         acc.addmm_(block.z, block.right)
     # A row without negatives has total 0 and mean 0.
     mean.div_(torch.where(rows.negatives.total == 0, 1.0, rows.negatives.total)[:, None])
-    return _finish(pairs, rows, None)[0], mean, inner_rows(pairs, mean)
+    return Attended(_finish(pairs, rows, None)[0], mean, inner_rows(pairs, mean))
 
 
 def weigh(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.blocks import inner_rows, rounded
-from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
+from tilewise.backends.plan import Attended, Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.positives import masks, poison
 from tilewise.reductions import INFINITY, Stats, merge_stats, softplus
@@ -46,14 +46,14 @@ def differentiate(
     return _added(_gradients(pairs, dz, needs), into)
 
 
-def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def attend(pairs: Pairs, plan: Plan) -> Attended:
     """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
     packed = _stats(pairs, plan, 1)
     known = Stats.unpack(packed)
     share = torch.exp(_logits(pairs) - known.offset[:, None] - known.values[:, None])
     share = share.masked_fill(~masks(pairs)[1], 0.0)
     mean = share @ pairs.columns.to(pairs.dtype)
-    return packed, mean, inner_rows(pairs, mean)
+    return Attended(packed, mean, inner_rows(pairs, mean))
 
 
 def weigh(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.backends.plan import Grads, Needs, Plan, Scaled, Swept
+from tilewise.backends.plan import Attended, Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs
 from tilewise.positives import poison
 from tilewise.tiles import padded
@@ -127,17 +127,20 @@ def differentiate(
 
 
 @_where_they_are
-def attend(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def attend(pairs: Pairs, plan: Plan) -> Attended:
     """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
+    from tilewise.backends.fused_attend import Attending
     from tilewise.backends.fused_backward import Means
     from tilewise.backends.fused_forward import log_sums
 
+    if _multiplies_exponentials(pairs, plan):
+        return Attending(pairs, plan).attend()
     swept = log_sums(pairs, plan._replace(keep_bytes=0))
     upstream = torch.zeros_like(swept.rows)
     upstream[0] = 1.0
     means = Means(pairs, plan)
     means.log_sums(swept, (upstream, swept.cols))
-    return swept.rows, means.mean, means.product
+    return Attended(swept.rows, means.mean, means.product)
 
 
 @_where_they_are
@@ -191,6 +194,12 @@ def kept_rows(pairs: Pairs, plan: Plan) -> int:
         return 0
     rows = plan.keep_bytes // (2 * padded(m, 8))
     return n if rows >= n else rows // CHUNK * CHUNK
+
+
+def _multiplies_exponentials(pairs: Pairs, plan: Plan) -> bool:
+    """Whether exponentials may stand in for weights: they have their range in bf16 only."""
+    fits = pairs.rows.dtype in KEEPS and plan.precision == "exact" and not torch.version.hip
+    return fits and has_offset(pairs, plan)
 
 
 def empty_kept(pairs: Pairs, plan: Plan) -> Tensor:

@@ -189,7 +189,7 @@ class Parts(NamedTuple):
     share: int  # tiles a program takes
 
 
-class _Forward:
+class Forward:
     """One log-sum-exp sweep: what it needs beforehand, its sums, and the stats made of them."""
 
     def __init__(self, pairs: Pairs, plan: Plan) -> None:
@@ -250,11 +250,12 @@ class _Forward:
     def _sums(self) -> None:
         """Panel after panel, small enough for the rows to stay in L2 while all columns pass by."""
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
-        rows = self.head.new_zeros(n, dtype=torch.float64)
+        self.totals = rows = self.head.new_zeros(n, dtype=torch.float64)
         cols = rows if symmetric else rows.new_zeros(m if self.columns else 0)
         for panel in self._panels():
             tile, parts = panel.tile, self._parts(panel)
             self._sweep(panel, parts)
+            self._use(panel)
             span = tile.row_start, tile.row_stop - tile.row_start
             self._finish(parts.rows, rows, span, tile.col_stop == m and not symmetric)
             if symmetric or self.columns:
@@ -268,6 +269,9 @@ class _Forward:
             del parts  # before the next, so that there is one
         if symmetric:
             self._finish(self.head[:0], rows, (0, n), True)
+
+    def _use(self, panel: Panel) -> None:
+        """For whoever wants more of a panel than its sums."""
 
     def _panels(self) -> Iterator[Panel]:
         (n, m, _), marked = self.pairs.shape, self._masks
@@ -377,4 +381,4 @@ class _Forward:
 
 def log_sums(pairs: Pairs, plan: Plan) -> Swept:
     """A log-sum-exp sweep."""
-    return _Forward(pairs, plan).run()
+    return Forward(pairs, plan).run()

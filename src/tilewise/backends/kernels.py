@@ -248,3 +248,44 @@ def marked_sums(
     tl.store(out + 5 * step, positive_count, inside)
     tl.store(out + 6 * step, negative_sum, inside)
     tl.store(out + 7 * step, negative_count, inside)
+
+
+@triton.jit
+def marked_means(
+    rows, cols, head, flag, stats, mean, product_of, index, row_ids, col_ids, row0, col0, m, N, M,
+    D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr,
+    KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
+):  # fmt: skip
+    """Mean columns (N, D) of rows under their softmax, and their products with the rows (N,).
+
+    From finished stats, where no fixed offset holds; else it exits at once. A program finds TD
+    features of TN rows and computes their logits anew: right for all numbers, at D / TD times the
+    cost. Columns further on are added to what is there.
+    """
+    if tl.load(flag) == 0:
+        return
+    scale2, low = tl.load(head + SCALE2), tl.load(head + LOW)
+    local, part = tl.program_id(0) * TN, tl.program_id(1) * TD
+    row, feature = row0 + local + tl.arange(0, TN), part + tl.arange(0, TD)
+    inside, more = row < N, col0 > 0
+    value = tl.load(stats + row, inside, other=0.0)
+    # A row without negatives has none to weigh.
+    value = tl.where(value == -INF, 0.0, value) * LOG2E
+    offset = tl.load(stats + 4 * wide(N) + row, inside, other=0.0) * LOG2E
+    marks = (index, row_ids, col_ids)
+    mean += wide(row)[:, None] * D + feature[None, :]
+    there = inside[:, None] & (feature < D)[None, :]
+    acc = tl.load(mean, there & more, other=0.0)
+    pull = tl.load(product_of + row, inside & more, other=0.0)
+    for j in tl.range(0, tl.cdiv(m, TM)):
+        col = col0 + j * TM + tl.arange(0, TM)
+        s = product(rows, cols, local, j * TM, D, TN, TM, TD)
+        z = (s * scale2 - offset[:, None]) + s * low
+        negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)[1]
+        p = tl.where(negative, tl.exp2(z - value[:, None]), 0.0)
+        features = cols.load([j * TM, part])
+        acc = tl.dot(p.to(features.dtype), features, acc)
+        pull += tl.sum(p * s, 1)
+    tl.store(mean, acc, there)
+    if part == 0:
+        tl.store(product_of + row, pull, inside)

@@ -1,12 +1,12 @@
 """What a backend is asked for and what it gives back: the words the backends share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tilewise.pairs import Pairs
+from tilewise.pairs import Pairs, exact_dtype
 
 PRECISIONS = ("exact", "fp8")
 
@@ -67,6 +67,33 @@ class Scaled(NamedTuple):
     col_gain: Tensor  # (M,)
 
 
+class Attended(NamedTuple):
+    """What a row-only log-sum-exp over frozen columns leaves: no backward need see them again."""
+
+    stats: Tensor  # (5, N) packed stats of the rows
+    mean: Tensor  # (N, D) the mean column under each row's softmax, in the dtype of the sums
+    product: Tensor  # (N,) of each row with its mean column
+
+    def join(self, other: "Attended", merge: Callable[[Tensor, Tensor], Tensor]) -> "Attended":
+        """Over two sets of columns; in the place of this one."""
+        before, after = self.log_sums(), other.log_sums()
+        stats = merge(self.stats, other.stats)
+        total = Attended(stats, self.mean, self.product).log_sums()
+        # Without negatives so far a sum is 0, and its share of the mean too.
+        own, new = (
+            torch.where(sums == -torch.inf, 0.0, torch.exp(sums - total)).to(self.mean.dtype)
+            for sums in (before, after)
+        )
+        self.mean.mul_(own[:, None]).addcmul_(other.mean, new[:, None])
+        return Attended(stats, self.mean, self.product * own + other.product * new)
+
+    def log_sums(self) -> Tensor:
+        """log of the sum over a row's negatives (N,), in fp64 where there is such."""
+        values, offset = self.stats[0], self.stats[4]
+        wide = exact_dtype(values)
+        return values.to(wide) + offset.to(wide)
+
+
 class Backend(Protocol):
     """A module with these functions; `dense` is their meaning."""
 
@@ -94,8 +121,8 @@ class Backend(Protocol):
     def merge(self, total: Tensor, more: Tensor) -> Tensor:
         """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
 
-    def attend(self, pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-        """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
+    def attend(self, pairs: Pairs, plan: Plan) -> Attended:
+        """The stats of rows, and what their gradients are made of."""
 
     def weigh(
         self,

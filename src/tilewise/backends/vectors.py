@@ -217,9 +217,8 @@ def finish(
         there = part + at_part.to(tl.int64)[:, None] * span + local[None, :]
         found += tl.load(there, (at_part < parts)[:, None] & inside[None, :], other=0.0)
     total += tl.sum(found, 0)
-    if not LAST:
-        tl.store(more + at, total, inside)
-    else:
+    tl.store(more + at, total, inside)
+    if LAST:
         least = others * 2.0**-102
         fine = (total >= least) & (total < INF)
         if tl.sum((inside & (fine == 0)).to(tl.int32), 0) > 0:

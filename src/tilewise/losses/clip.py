@@ -51,7 +51,7 @@ def clip_loss(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    image, text = check_sides("image", image, "text", text, empty=how.get("group") is not None)
+    image, text, like = check_sides("image", image, "text", text, how)
     if image.shape[0] != text.shape[0]:
         raise ShapeError(
             f"image and text must come in pairs, got {image.shape[0]} and {text.shape[0]} rows; "
@@ -59,8 +59,8 @@ def clip_loss(
         )
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, image.shape[0], image, how.get("group"))
-    scale = pick_scale(scale, temperature, 1 / 0.07, image)
+    weight = weight_or_none(weight, image.shape[0], like, how.get("group"))
+    scale = pick_scale(scale, temperature, 1 / 0.07, like)
     swept = reduce_pairs(
         image, text, scale, bias, ids=ids, labels=labels, sums=smoothing > 0, **how
     )

@@ -8,10 +8,12 @@ from torch.nn import functional
 
 from tilewise import groups
 from tilewise.errors import OptionError
+from tilewise.options import SweepOptions
 from tilewise.pairs import (
     accumulate_dtype,
     as_scalar,
     autocast,
+    beside,
     check_choice,
     check_features,
     check_match,
@@ -81,17 +83,19 @@ def aggregate(
 
 
 def check_sides(
-    name: str, a: Tensor, other_name: str, b: Tensor, empty: bool = False
-) -> tuple[Tensor, Tensor]:
+    name: str, a: Tensor, other_name: str, b: Tensor, how: SweepOptions
+) -> tuple[Tensor, Tensor, Tensor]:
     """Two feature tensors that may be multiplied, cast as under autocast, or an error by name.
 
-    They may be `empty` where other ranks have more.
+    And what numbers and vectors must be like. They may be empty where other ranks have more.
     """
+    empty, device = how.get("group") is not None, how.get("device")
     check_features(name, a, empty=empty)
     check_features(other_name, b, empty=empty)
-    a, b = autocast(a), autocast(b)
-    check_match(name, a, other_name, b)
-    return a, b
+    like = beside(a, device)
+    a, b = autocast(a, device), autocast(b, device)
+    check_match(name, a, other_name, b, device)
+    return a, b, like.to(a.dtype)
 
 
 def check_reduction(reduction: str) -> None:

@@ -75,14 +75,14 @@ def info_nce(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    query, key = check_sides("query", query, "key", key, empty=how.get("group") is not None)
+    query, key, like = check_sides("query", query, "key", key, how)
     check_given("positives", positives)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, query.shape[0], query, how.get("group"))
-    scale = pick_scale(scale, temperature, 1 / 0.07, query)
-    hard = _hard_negatives(query, key, negatives, ids, negative_ids, how.get("group") is not None)
-    shift = None if bias is None else as_scalar("bias", bias, query)
+    weight = weight_or_none(weight, query.shape[0], like, how.get("group"))
+    scale = pick_scale(scale, temperature, 1 / 0.07, like)
+    hard = _hard_negatives(query, key, negatives, ids, negative_ids, how)
+    shift = None if bias is None else as_scalar("bias", bias, like)
     stats = reduce_pairs(
         query, key, scale, positives=positives, ids=ids, labels=labels,
         columns=False, sums=smoothing > 0, **how,
@@ -115,7 +115,7 @@ def _hard_negatives(
     negatives: Tensor | None,
     ids: Tensor | Both | None,
     own_ids: Tensor | None,
-    empty: bool,
+    how: SweepOptions,
 ) -> _Hard | None:
     """Check hard negatives against the queries; there may be none where other ranks have some."""
     if negatives is None:
@@ -128,9 +128,10 @@ def _hard_negatives(
             "negatives must be a tensor (K, D) shared by all queries or (N, H, D) for each its "
             f"own, got {got}"
         )
-    check_features("negatives", negatives, dims=negatives.dim(), empty=empty)
-    negatives = autocast(negatives)
-    check_match("query", query, "negatives", negatives)
+    check_features("negatives", negatives, dims=negatives.dim(), empty=how.get("group") is not None)
+    device = how.get("device") if negatives.dim() == 2 else None
+    negatives = autocast(negatives, device)
+    check_match("query", query, "negatives", negatives, device)
     if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:
         raise ShapeError(
             f"negatives (N, H, D) need one entry for each of the {query.shape[0]} queries, got "
@@ -140,7 +141,8 @@ def _hard_negatives(
         return _Hard(negatives, None, None)
     if ids is None:
         raise OptionError("negative_ids are compared with the queries' ids; pass ids too")
-    check_marks("negative_ids", own_ids, tuple(negatives.shape[:-1]), query)
+    place = query if device is None else own_ids
+    check_marks("negative_ids", own_ids, tuple(negatives.shape[:-1]), place)
     return _Hard(negatives, both("ids", ids, query.shape[0], key.shape[0])[0], own_ids)
 
 

@@ -50,9 +50,7 @@ def nt_xent(
     Returns:
         A scalar, or (2N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    first, second = check_sides(
-        "first", first, "second", second, empty=how.get("group") is not None
-    )
+    first, second, like = check_sides("first", first, "second", second, how)
     if first.shape[0] != second.shape[0]:
         raise ShapeError(
             f"first and second must be two views of the same samples, got {first.shape[0]} and "
@@ -61,16 +59,16 @@ def nt_xent(
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
     n = first.shape[0]
-    weight = weight_or_none(weight, n, first, how.get("group"))
+    weight = weight_or_none(weight, n, like, how.get("group"))
     if ids is not None:
-        check_marks("ids", ids, (n,), first)
+        check_marks("ids", ids, (n,), ids if how.get("device") else like)
     if how.get("sizes") is not None:
         how = {**how, "sizes": [2 * size for size in how["sizes"]]}  # both views are columns
     swept = reduce_pairs(
         torch.cat([first, second]),
         None,
-        pick_scale(scale, temperature, 2.0, first),
-        positives=torch.arange(2 * n, device=first.device).roll(n),
+        pick_scale(scale, temperature, 2.0, like),
+        positives=torch.arange(2 * n, device=like.device).roll(n),
         ids=None if ids is None else ids.repeat(2),
         skip_self=True,
         sums=smoothing > 0,

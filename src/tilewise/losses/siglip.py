@@ -54,11 +54,11 @@ def siglip_loss(
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
-    image, text = check_sides("image", image, "text", text, empty=how.get("group") is not None)
+    image, text, like = check_sides("image", image, "text", text, how)
     check_given("positives", positives)
     check_reduction(reduction)
-    weight = weight_or_none(weight, image.shape[0], image, how.get("group"))
-    scale = pick_scale(scale, temperature, 10.0, image)
+    weight = weight_or_none(weight, image.shape[0], like, how.get("group"))
+    scale = pick_scale(scale, temperature, 10.0, like)
     if reduction == "none":
         swept = reduce_pairs(
             image, text, scale, bias, positives=positives, ids=ids, labels=labels,
@@ -66,7 +66,7 @@ def siglip_loss(
         )  # fmt: skip
         return aggregate(swept.rows.values, torch.ones_like(swept.rows.values), weight, reduction)
     if weight is None:
-        weight = torch.ones(image.shape[0], dtype=accumulate_dtype(image), device=image.device)
+        weight = torch.ones(image.shape[0], dtype=accumulate_dtype(like), device=like.device)
     summed = weigh_pairs(
         image, text, scale, bias, weight=weight, positives=positives, ids=ids, labels=labels, **how
     )

@@ -13,7 +13,7 @@ from tilewise.losses.common import (
     weight_or_none,
 )
 from tilewise.options import SweepOptions
-from tilewise.pairs import check_features, check_fraction, check_marks
+from tilewise.pairs import beside, check_features, check_fraction, check_marks
 from tilewise.sweep import reduce_pairs
 
 
@@ -50,14 +50,15 @@ def sup_con(
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
     """
     check_features("features", features, empty=how.get("group") is not None)
-    check_marks("labels", labels, (features.shape[0],), features)
+    like = beside(features, how.get("device"))
+    check_marks("labels", labels, (features.shape[0],), labels if how.get("device") else like)
     check_reduction(reduction)
     smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, features.shape[0], features, how.get("group"))
+    weight = weight_or_none(weight, features.shape[0], like, how.get("group"))
     swept = reduce_pairs(
         features,
         None,
-        pick_scale(scale, temperature, 10.0, features),
+        pick_scale(scale, temperature, 10.0, like),
         labels=labels,
         ids=ids,
         skip_self=True,

@@ -1,0 +1,209 @@
+"""Detached features of samples seen before, as negatives beyond the batch: a queue, a memory bank.
+
+They are on the device, in pinned host memory or in a memory-mapped file, and pass by the device as
+further columns: the data that a loss sees is no longer bounded by the data that it trains on.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import DeviceError, OptionError, ShapeError
+from tilewise.pairs import FLOAT_DTYPES, Device, check_features, check_marks
+
+
+class Negatives(TypedDict, total=False):
+    """Keywords of `info_nce`."""
+
+    negatives: Tensor  # (K, D)
+    negative_ids: Tensor  # (K,)
+    device: torch.device
+
+
+class Pool:
+    """At most `size` features (D,), the newest of every sample, the oldest making room.
+
+        pool = Pool(1_000_000, 768, device="cuda")
+        loss = info_nce(query, key, scale, ids=ids, **pool.negatives())
+        loss.backward()
+        pool.put(key, ids)
+
+    Samples are told apart by ids: one that is put again takes the place of its older self, and a
+    loss that knows the batch's ids leaves a query's own copies out. Without ids it is a queue. What
+    it holds must not change between a loss and its backward. Several ranks have one each,
+    and `info_nce(..., group=group)` lets all of them go round.
+
+    Args:
+        size, dim: most samples, and features of each.
+        device: where losses are computed, and ids and ages are held.
+        where: "device", "host" (pinned memory), or a path to a file, made if it is not there.
+        dtype: of the features; those put in are rounded to it.
+        max_age: how many `put`s ago a sample may have been put; older ones are dropped.
+        overwrite: whether samples of known ids take the place of their older selves.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dim: int,
+        *,
+        device: Device = None,
+        where: Literal["device", "host"] | Path | str = "device",
+        dtype: torch.dtype = torch.bfloat16,
+        max_age: int | None = None,
+        overwrite: bool = True,
+    ) -> None:
+        if size < 1 or dim < 1 or (max_age is not None and max_age < 1):
+            raise OptionError(
+                f"size, dim and max_age must be above 0, got {size}, {dim} and {max_age}"
+            )
+        if dtype not in FLOAT_DTYPES:
+            raise OptionError(f"dtype must be a floating one, got {dtype}")
+        self.size, self.dim, self.max_age, self.overwrite = size, dim, max_age, overwrite
+        self.device = torch.empty(0, device=device).device
+        self._features = _memory(size, dim, dtype, where, self.device)
+        self.path = None if where in ("device", "host") else Path(where)
+        # Of every place: when it was filled, and by which sample.
+        self._born, self._ids = torch.zeros(2, size, dtype=torch.int64, device=self.device)
+        self._count, self._clock = 0, 0
+        self._named: bool | None = None  # whether samples have ids, once that is known
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def features(self) -> Tensor:
+        """What it holds (K, D), in no order; on the device, or in host memory."""
+        return self._features[: self._count]
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Whose they are (K,), on the device; None without ids."""
+        return self._ids[: self._count] if self._named else None
+
+    @property
+    def ages(self) -> Tensor:
+        """How many `put`s ago each came (K,)."""
+        return torch.sub(self._clock, self._born[: self._count])
+
+    def negatives(self) -> Negatives:
+        """What `info_nce` takes: `info_nce(query, key, scale, ids=ids, **pool.negatives())`."""
+        if not self._count:
+            return {}
+        found: Negatives = {"negatives": self.features}
+        if self.ids is not None:
+            found["negative_ids"] = self.ids
+        if self._features.device != self.device:
+            found["device"] = self.device
+        return found
+
+    @torch.no_grad()
+    def put(self, features: Tensor, ids: Tensor | None = None) -> None:
+        """Take in features (B, D) of some samples, and their ids (B,), always or never.
+
+        Of equal ids the last one counts, and of more than `size` samples the last ones.
+        """
+        check_features("features", features, empty=True)
+        if features.shape[1] != self.dim:
+            raise ShapeError(f"features must be of size {self.dim}, got {features.shape[1]}")
+        if self._named not in (None, ids is not None):
+            raise OptionError(
+                "ids must be given always or never, since a sample without one cannot be found "
+                f"again; got {'ids' if ids is not None else 'none'} after {self._count} samples"
+            )
+        self._clock += 1
+        self._named = ids is not None
+        if self.max_age is not None:
+            self._drop(self._born[: self._count] <= self._clock - self.max_age)
+        if ids is not None:
+            check_marks("ids", ids, (len(features),), ids)
+            ids = ids.to(self.device, torch.int64)
+            last = _last_of_each(ids)
+            features, ids = features[last.to(features.device)], ids[last]
+        features = features[-self.size :]
+        ids = None if ids is None else ids[-self.size :]
+        places = self._places(len(features), ids)
+        self._features[places.to(self._features.device)] = features.detach().to(
+            self._features.device, self._features.dtype
+        )
+        self._born[places] = self._clock
+        if ids is not None:
+            self._ids[places] = ids
+
+    def _places(self, count: int, ids: Tensor | None) -> Tensor:
+        """Where samples go (count,): over their older selves, where there is room, over the oldest.
+
+        The clock of places that are taken is set, so that none is taken twice.
+        """
+        places = torch.full((count,), -1, device=self.device)
+        if ids is not None and self.overwrite and count and self._count:
+            known, order = ids.sort()
+            at = torch.searchsorted(known, self._ids[: self._count]).clamp(max=count - 1)
+            (held,) = (known[at] == self._ids[: self._count]).nonzero(as_tuple=True)
+            places[order[at[held]]] = held
+            self._born[held] = self._clock
+        (new,) = (places < 0).nonzero(as_tuple=True)
+        room = min(len(new), self.size - self._count)
+        places[new[:room]] = self._count + torch.arange(room, device=self.device)
+        self._born[self._count : self._count + room] = self._clock
+        self._count += room
+        if len(new) > room:
+            places[new[room:]] = self._born.topk(len(new) - room, largest=False).indices
+        return places
+
+    def _drop(self, dropped: Tensor) -> None:
+        """Leave samples (count,) out: the last ones take their places."""
+        left = self._count - int(dropped.sum())
+        (holes,) = dropped[:left].nonzero(as_tuple=True)
+        (moved,) = (~dropped[left:]).nonzero(as_tuple=True)
+        for of in (self._features, self._born, self._ids):
+            of[holes.to(of.device)] = of[(left + moved).to(of.device)]
+        self._count = left
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all that is held; but features that are in a file stay there."""
+        held = {name: x[: self._count].cpu().clone() for name, x in self._parts().items()}
+        return {**held, "dim": self.dim, "clock": self._clock, "named": self._named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of a pool that was no larger; one in a file with that same file."""
+        count, dim = len(state["born"]), state["dim"]
+        if count > self.size or dim != self.dim:
+            raise ShapeError(
+                f"the state must fit a pool of {self.size} x {self.dim}, got {count} x {dim}"
+            )
+        missing = set(self._parts()) - set(state)
+        if missing:
+            raise OptionError("the state is of a pool in a file, whose features are not in it")
+        self._count, self._clock, self._named = count, state["clock"], state["named"]
+        for name, of in self._parts().items():
+            of[:count] = state[name].to(of.device, of.dtype)
+
+    def _parts(self) -> dict[str, Tensor]:
+        """What of it must be saved."""
+        parts = {"born": self._born, "ids": self._ids}
+        return parts if self.path is not None else {"features": self._features, **parts}
+
+
+def _memory(
+    size: int, dim: int, dtype: torch.dtype, where: Path | str, device: torch.device
+) -> Tensor:
+    if where == "device":
+        return torch.zeros(size, dim, dtype=dtype, device=device)
+    if where == "host":
+        return torch.zeros(size, dim, dtype=dtype, pin_memory=device.type == "cuda")
+    path = Path(where)
+    if not path.parent.is_dir():
+        raise DeviceError(f"where must be 'device', 'host' or a path in a folder, got {where!r}")
+    mapped = torch.from_file(str(path), shared=True, size=size * dim, dtype=dtype)
+    return mapped.view(size, dim)
+
+
+def _last_of_each(ids: Tensor) -> Tensor:
+    """Indices of the last sample of every id, in order."""
+    ordered, order = ids.sort(stable=True)
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    return order[last].sort().values

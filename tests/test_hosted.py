@@ -1,0 +1,175 @@
+"""The sweep out of core, block by block, against the ordinary one.
+
+Here both are on the CPU, and blocks are small: `test_gpu.py` has host and device.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import ranks
+import tilewise as tw
+from tilewise import hosted
+
+D = 8
+
+
+def unit(n, seed=0, dtype=torch.float64):
+    x = torch.randn(n, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return functional.normalize(x, dim=1).to(dtype)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Everything counts as hosted, in blocks of 16 rows of float64."""
+    make_small(monkeypatch.setattr)
+
+
+def make_small(put=setattr):
+    put(hosted, "BLOCK_BYTES", 16 * D * 8)
+    put(hosted.Blocks, "is_away", staticmethod(lambda side, pairs: True))
+
+
+MARKS = torch.arange(50) % 7
+WEIGHT = torch.linspace(0.5, 2.0, 50, dtype=torch.float64)
+INDEX = torch.arange(50).flip(0) - 1  # the last has none
+
+LOSSES = {
+    "clip": lambda a, b, s, **k: tw.clip_loss(a, b, s, **k),
+    "clip-ids": lambda a, b, s, **k: tw.clip_loss(a, b, s, ids=MARKS, **k),
+    "clip-labels": lambda a, b, s, **k: tw.clip_loss(a, b, s, labels=MARKS, **k),
+    "clip-smooth": lambda a, b, s, **k: tw.clip_loss(a, b, s, label_smoothing=0.1, **k),
+    "clip-weight": lambda a, b, s, **k: tw.clip_loss(a, b, s, weight=WEIGHT, bias=s / 9, **k),
+    "siglip": lambda a, b, s, **k: tw.siglip_loss(a, b, s, -s, **k) * 0.7,
+    "siglip-weight": lambda a, b, s, **k: tw.siglip_loss(a, b, s, weight=WEIGHT, **k),
+    "siglip-labels": lambda a, b, s, **k: tw.siglip_loss(a, b, s, labels=MARKS, **k),
+    "siglip-rows": lambda a, b, s, **k: (
+        tw.siglip_loss(a, b, s, reduction="none", **k).square().sum()
+    ),
+    "info_nce-more-keys": lambda a, b, s, **k: tw.info_nce(a[:30], b, s, **k),
+    "info_nce-more-queries": lambda a, b, s, **k: tw.info_nce(a, b[:30], s, **k),
+    "info_nce-index": lambda a, b, s, **k: tw.info_nce(a, b, s, positives=INDEX, **k),
+    "info_nce-frozen": lambda a, b, s, **k: tw.info_nce(a, b.detach(), s, **k) + 0 * b.sum(),
+    "info_nce-frozen-index": lambda a, b, s, **k: (
+        tw.info_nce(a, b.detach(), s, positives=INDEX, ids=MARKS, **k) + 0 * b.sum()
+    ),
+    "info_nce-frozen-queries": lambda a, b, s, **k: (
+        tw.info_nce(a.detach(), b, s, **k) + 0 * a.sum()
+    ),
+    "info_nce-pool": lambda a, b, s, **k: tw.info_nce(
+        a[:20], b[:20], s, negatives=b[20:].detach(), ids=MARKS[:20], negative_ids=MARKS[20:], **k
+    ),
+    "nt_xent": lambda a, b, s, **k: tw.nt_xent(a, b, s, **k),
+    "nt_xent-ids": lambda a, b, s, **k: tw.nt_xent(a, b, s, ids=MARKS, label_smoothing=0.2, **k),
+    "sup_con": lambda a, b, s, **k: tw.sup_con(a + b, MARKS, s, **k),
+}
+
+
+def step(loss, dtype=torch.float64, scale=3.0, **how):
+    a, b = (unit(50, seed, dtype).requires_grad_() for seed in (0, 1))
+    s = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    value = loss(a, b, s, **how)
+    value.backward()
+    return value.detach(), a.grad, b.grad, s.grad
+
+
+@pytest.mark.parametrize("backend", ["chunked", "dense"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_blocks_add_up(name, backend, monkeypatch):
+    wanted = step(LOSSES[name])
+    make_small(monkeypatch.setattr)
+    for scale in (3.0, 900.0):
+        if scale > 3:
+            monkeypatch.undo()
+            wanted = step(LOSSES[name], scale=scale)
+            make_small(monkeypatch.setattr)
+        for x, y in zip(step(LOSSES[name], scale=scale, backend=backend), wanted, strict=True):
+            assert (x - y).norm() <= 1e-12 * max(1.0, float(y.norm()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "info_nce-frozen"])
+def test_low_precision(name, dtype, monkeypatch):
+    """As far from float64 as the sweep in one block: twice its error and one rounding."""
+    truth, alone = step(LOSSES[name]), step(LOSSES[name], dtype)
+    make_small(monkeypatch.setattr)
+    for x, y, z in zip(step(LOSSES[name], dtype), truth, alone, strict=True):
+        error, base = ((v.double() - y).norm() for v in (x, z))
+        assert error <= 2 * base + torch.finfo(x.dtype).eps * y.norm()
+
+
+@pytest.mark.parametrize("same", [0, 3, 16, 40])
+def test_columns_that_share_an_id_are_swept_apart(same, monkeypatch):
+    """None of a block, a few, or most of them."""
+    ids = torch.arange(50) + 100
+    ids[:same] = torch.arange(same)
+
+    def loss(a, b, s, **how):
+        pool = {"negatives": b.detach(), "ids": torch.arange(50), "negative_ids": ids}
+        return tw.info_nce(a, b, s, **pool, **how)
+
+    wanted = step(loss)
+    make_small(monkeypatch.setattr)
+    seen = []
+    attend = hosted.rounds.attend
+    monkeypatch.setattr(
+        hosted.rounds,
+        "attend",
+        lambda p, plan: (seen.append(p.row_ids is None), attend(p, plan))[1],
+    )
+    for x, y in zip(step(loss), wanted, strict=True):
+        assert (x - y).norm() <= 1e-12 * max(1.0, float(y.norm()))
+    # Four blocks of columns for each of four of rows.
+    assert sum(seen) == 4 * {0: 4, 3: 4, 16: 3, 40: 2}[same]
+
+
+@pytest.mark.usefixtures("blocks")
+def test_an_index_that_cannot_be():
+    index = INDEX.clone()
+    index[3] = 50
+    a, b = unit(50), unit(50, 1)
+    with pytest.raises(tw.OptionError, match="got 50 at row 3"):
+        tw.info_nce(a, b, positives=index)
+
+
+def test_what_may_be_where():
+    """Without `device` features of two places raise; here there is one place, and a wrong name."""
+    a = unit(5)
+    tw.clip_loss(a, a, device="cpu")
+    with pytest.raises(tw.DeviceError, match="text must be on the device of image"):
+        tw.clip_loss(a, a.to("meta"))
+    with pytest.raises(tw.DeviceError, match=r"text must be on cpu, .*got meta"):
+        tw.clip_loss(a, a.to("meta"), device="cpu")
+
+
+def pooled(rank, world, sizes, small):
+    """A pool of negatives, in parts on every rank, that goes round in blocks."""
+    if small:
+        make_small()
+    group = torch.distributed.group.WORLD
+    start = sum(sizes[:rank])
+    pool, mine = unit(sum(sizes), 5)[start : start + sizes[rank]], slice(6 * rank, 6 * rank + 6)
+    a, b = (unit(6 * world, seed)[mine].requires_grad_() for seed in (0, 1))
+    s = torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
+    ids = torch.arange(6 * world)
+    tw.info_nce(
+        a, b, s, negatives=pool, group=group, ids=ids[mine],
+        negative_ids=torch.arange(sum(sizes))[start : start + sizes[rank]],
+    ).backward()  # fmt: skip
+    return a.grad, b.grad, s.grad
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_pool_in_parts(small):
+    """Each rank has one; ranks average over two, so gradients are those of the mean, twice."""
+    sizes = [37, 0, 20]
+    found = ranks.run(pooled, 3, 3, sizes, small)
+    a, b = (unit(18, seed).requires_grad_() for seed in (0, 1))
+    s = torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
+    tw.info_nce(
+        a, b, s, negatives=unit(57, 5), ids=torch.arange(18), negative_ids=torch.arange(57)
+    ).backward()
+    for k, x in enumerate((a, b)):
+        got = torch.cat([grads[k] for grads in found]) / 3
+        assert (got - x.grad).norm() <= 1e-12
+    assert abs(sum(grads[2] for grads in found) / 3 - s.grad) <= 1e-12

@@ -1,0 +1,138 @@
+"""Pools of negatives: what they hold, and the loss over it."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tilewise as tw
+
+D = 6
+
+
+def unit(n, seed=0):
+    x = torch.randn(n, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return functional.normalize(x, dim=1)
+
+
+def pool(size=10, tmp_path=None, **how):
+    where = {} if tmp_path is None else {"where": tmp_path / "pool"}
+    return tw.Pool(size, D, dtype=torch.float64, **where, **how)
+
+
+class Plain:
+    """The meaning of a pool: a list of (id, put at, feature)."""
+
+    def __init__(self, size, max_age, overwrite):
+        self.size, self.max_age, self.overwrite = size, max_age, overwrite
+        self.held, self.clock = [], 0
+
+    def put(self, features, ids):
+        self.clock += 1
+        if self.max_age is not None:
+            self.held = [x for x in self.held if x[1] > self.clock - self.max_age]
+        new = {i: (i, self.clock, f) for i, f in zip(ids.tolist(), features, strict=True)}
+        if self.overwrite:
+            self.held = [x for x in self.held if x[0] not in new]
+        self.held = (self.held + list(new.values()))[-self.size :]
+
+
+def ages_of(held):
+    return sorted((i, born, tuple(f.tolist())) for i, born, f in held)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("max_age", [None, 1, 3])
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+def test_holds_what_a_list_would(where, max_age, overwrite, tmp_path):
+    """Ids come again, within a batch too; batches are small, as large as the pool, and larger."""
+    place = {"where": tmp_path / "pool" if where == "disk" else where}
+    ours = tw.Pool(12, D, dtype=torch.float64, max_age=max_age, overwrite=overwrite, **place)
+    plain = Plain(12, max_age, overwrite)
+    dice = torch.Generator().manual_seed(0)
+    for turn in range(40):
+        n = int(torch.randint(0, 7 if turn % 10 else 20, (), generator=dice))
+        ids = torch.randint(0, 25, (n,), generator=dice)
+        features = unit(n, turn)
+        ours.put(features, ids)
+        plain.put(features, ids)
+        assert len(ours) == len(plain.held)
+        born = (ours._clock - ours.ages).tolist()
+        held = list(zip(ours.ids.tolist(), born, ours.features, strict=True))
+        # Of those put at the same time any may have made room.
+        assert sorted(x[1] for x in held) == sorted(x[1] for x in plain.held)
+        if overwrite:
+            assert len({x[0] for x in held}) == len(held)
+        oldest = min((x[1] for x in held), default=0)
+        newer = [[x for x in some if x[1] > oldest] for some in (held, plain.held)]
+        assert ages_of(newer[0]) == ages_of(newer[1])
+
+
+def test_a_queue_without_ids():
+    queue = pool(4)
+    assert queue.negatives() == {}
+    for turn in range(5):
+        queue.put(unit(2, turn))
+    assert sorted(map(tuple, queue.features.tolist())) == sorted(
+        map(tuple, torch.cat([unit(2, 3), unit(2, 4)]).tolist())
+    )
+    assert set(queue.negatives()) == {"negatives"}
+    with pytest.raises(tw.OptionError, match="always or never"):
+        queue.put(unit(2), torch.arange(2))
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_the_loss_over_a_pool(where, tmp_path):
+    """As if its features were hard negatives, without a query's own stale copies."""
+    bank = tw.Pool(
+        40, D, dtype=torch.float64, where=tmp_path / "pool" if where == "disk" else where
+    )
+    bank.put(unit(40, 1), torch.arange(40))
+    query, key = unit(8, 2).requires_grad_(), unit(8, 3)
+    ids = torch.arange(8) * 3
+    loss = tw.info_nce(query, key, 5.0, ids=ids, **bank.negatives())
+    loss.backward()
+    z = 5.0 * query.detach().requires_grad_() @ torch.cat([key, bank.features]).T
+    own = torch.cat([torch.zeros(8, 8, dtype=torch.bool), ids[:, None] == torch.arange(40)], 1)
+    dense = functional.cross_entropy(z.masked_fill(own, -torch.inf), torch.arange(8))
+    assert abs(loss - dense) < 1e-12
+    assert query.grad.norm() > 0
+    bank.put(key, ids)
+    assert len(bank) == 40
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_state(in_file, tmp_path):
+    path = tmp_path if in_file else None
+    first = pool(10, path)
+    first.put(unit(6), torch.arange(6))
+    first.put(unit(6, 1), torch.arange(3, 9))
+    held, state = first.features.clone(), first.state_dict()
+    assert ("features" in state) != in_file
+    second = pool(10, path)
+    second.load_state_dict(state)
+    assert torch.equal(second.features, held)
+    for each in (first, second):
+        each.put(unit(4, 2), torch.arange(20, 24))
+    assert torch.equal(first.ids, second.ids)
+    assert torch.equal(first.ages, second.ages)
+    with pytest.raises(tw.ShapeError, match="must fit a pool of 3"):
+        pool(3).load_state_dict(state)
+    if in_file:
+        with pytest.raises(tw.OptionError, match="pool in a file"):
+            pool(10).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pool(0), "above 0"),
+        (lambda: pool(4, max_age=0), "above 0"),
+        (lambda: tw.Pool(4, D, dtype=torch.int64), "floating"),
+        (lambda: tw.Pool(4, D, where="nowhere/at/all"), "path in a folder"),
+        (lambda: pool().put(torch.ones(3, D + 1)), f"size {D}, got {D + 1}"),
+        (lambda: pool().put(torch.ones(3, D), torch.arange(4)), r"shape \(3,\)"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(tw.TilewiseError, match=message):
+        make()
