@@ -152,6 +152,7 @@ def compile_variant(name, target, dtype, features, ones=()):
 IN_TURN = {
     "in-turn-sums": ("sums", "sums", {"SCALED": False, "kept": None}),
     "in-turn-sums-keep": ("sums", "sums", {"SCALED": False}),
+    "in-turn-sums-attend": ("sums", "sums", {"SCALED": True, "COLUMNS": False}),
     "in-turn-dz": ("dz_of_sums", "dz", {"SCALED": False}),
     "in-turn-dz-scale": ("dz_of_sums", "dz", {"SCALED": True}),
     "in-turn-softplus": ("dz_of_softplus", "softplus", {"SCALED": False}),
