@@ -72,7 +72,7 @@ AMPERE = Tiles(
     masked=TileSize(128, 64, 64, 8, 3, 16),
     dz=TileSize(128, 128, 64, 8, 3, 16),
     softplus=TileSize(128, 128, 64, 8, 3, 16),
-    marked=TileSize(64, 32, 64, 4, 3, 16),
+    marked=TileSize(64, 32, 64, 8, 3, 16),
 )
 # 64 KiB of shared memory.
 CDNA = Tiles(
