@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise import measure
+from tilewise import groups, measure
 from tilewise.errors import DtypeError, OptionError, ShapeError
 from tilewise.gradsync import Averager, averagers, forward_of, modules_of
 from tilewise.microbatches import Piece
@@ -18,6 +18,7 @@ from tilewise.trees import Tree, call, map_tensors, tensors
 MIB = 2**20
 # Of free memory, for "auto": the rest is left to whoever else allocates.
 AUTO_SHARE = 0.9
+LOSS_BYTES = 256 * MIB  # of a loss at work
 
 
 class Towers:
@@ -147,15 +148,18 @@ def _floats(x: Tensor) -> bool:
 
 
 class Budget:
-    """How many graphs may be kept: in MiB, or "auto", what is free beside what a step needs."""
+    """How many graphs may be kept: in MiB, or "auto", what is free beside what a step needs.
 
-    def __init__(
-        self, keep: float | str, device: torch.device, modules: Sequence[nn.Module]
-    ) -> None:
+    Modules that talk to other ranks in every forward must run as often as theirs: then all ranks
+    keep as many as the one with the least room.
+    """
+
+    def __init__(self, keep: float | str, device: torch.device, towers: Towers) -> None:
         self.device, self.auto = device, keep == "auto"
+        self.together = any(not owner.by_forward for owner in towers.every_owner)
         self.left = float(keep) * MIB if keep != "auto" else AUTO_SHARE * measure.free_bytes(device)
         if self.auto:
-            self.left -= _missing_grad_bytes(modules)
+            self.left -= _missing_grad_bytes(towers.modules) + LOSS_BYTES
         self.costs: dict[int, float] = {}
 
     def allows(self, slot: int) -> bool:
@@ -174,11 +178,15 @@ class Budget:
         if self.auto:
             # One is run again while others are kept, and a backward takes as much for gradients.
             self.left -= 2 * held.bytes
+        if self.together:
+            self.costs[slot] = -groups.least(-held.bytes)
 
     def reserve(self, feature_bytes: int) -> None:
-        """Leave room for the loss: features, gradients, their sums, and a workspace."""
+        """Leave room for the loss: features, gradients and their sums."""
         if self.auto:
-            self.left -= 4 * feature_bytes + 256 * MIB
+            self.left -= 4 * feature_bytes
+        if self.together:
+            self.left = groups.least(self.left)
 
     def take(self, slot: int) -> bool:
         """Whether it fits; if so it is taken."""

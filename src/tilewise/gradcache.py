@@ -6,6 +6,7 @@ once; run the others again with a graph and the same randomness, and push the gr
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from tilewise.pairs import check_choice, check_number
 from tilewise.phases import Phases, StepMetrics
 from tilewise.pushing import Pushing, Root
 from tilewise.randomness import graph_leaves, keep_statistics, training_norms
-from tilewise.trees import Tree, tensors
+from tilewise.trees import Tree, call, map_tensors, tensors
 
 Encoder = Callable[..., Tree]
 
@@ -30,6 +31,7 @@ class StepResult(NamedTuple):
 
     loss: Tensor  # (), detached
     metrics: StepMetrics
+    features: Tree = None  # of all encoders, as the loss took them, where they were asked for
 
 
 class CachedStep:
@@ -57,6 +59,7 @@ class CachedStep:
             of samples, tuples or mappings of those.
         scaler: a GradScaler, for fp16; unscale and step it as usual.
         batch_norm: allow BatchNorm in train mode, whose statistics are then of micro-batches.
+        return_features: hand back the features of all samples, detached, to put into a pool.
         progress: show a bar; by default where someone watches.
     """
 
@@ -72,6 +75,7 @@ class CachedStep:
         split: Splitter | None = None,
         scaler: Any = None,
         batch_norm: bool = False,
+        return_features: bool = False,
         progress: bool | None = None,
     ) -> None:
         each, self.names = listed(encoders)
@@ -83,7 +87,7 @@ class CachedStep:
             raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep}")
         check_choice("features", features, ("device", "host"))
         self.keep, self.host, self.progress = keep, features == "host", progress
-        self.batch_norm = batch_norm
+        self.batch_norm, self.return_features = batch_norm, return_features
         self.device = None if device is None else torch.device(device)
 
     def __call__(self, *inputs: Any, **options: Any) -> StepResult:
@@ -102,14 +106,14 @@ class CachedStep:
         with Phases(device, self.progress) as phases:
             return _Run(self, batch, device, phases).all(options)
 
-    def evaluate(self, features: list[Tree], options: dict[str, Any]) -> Tensor:
-        """The loss of the features of all encoders."""
+    def arranged(self, features: list[Tree]) -> tuple[Tree, ...] | dict[str, Tree]:
+        """Features of all encoders as the loss takes them: one after the other, or by name."""
         if self.names is not None:
-            return self.loss(**dict(zip(self.names, features, strict=True)), **options)
+            return dict(zip(self.names, features, strict=True))
         if len(features) == 1 and isinstance(features[0], Mapping):
-            return self.loss(**features[0], **options)
+            return dict(features[0])
         single = len(features) == 1 and isinstance(features[0], tuple)
-        return self.loss(*(features[0] if single else features), **options)
+        return tuple(features[0] if single else features)
 
 
 class _Run:
@@ -123,10 +127,11 @@ class _Run:
         self.towers.find_owners()
         self.features = [Features(device, step.host, batch.count) for _ in range(len(self.towers))]
         self.embedding = Embedding(
-            self.towers, self.features, Budget(step.keep, device, self.towers.modules)
+            self.towers, self.features, Budget(step.keep, device, self.towers)
         )
         self.undo = _Undo(p for module in self.towers.modules for p in module.parameters())
         self.pushing: Pushing | None = None
+        self.found: Tree = None
         self.where = "the batch"
 
     def all(self, options: dict[str, Any]) -> StepResult:
@@ -135,7 +140,7 @@ class _Run:
             loss, parameters = self._differentiate(options)
             counts = self._push(parameters)
         samples = max(each.samples for each in self.features)
-        return StepResult(loss, self.phases.metrics(samples=samples, **counts))
+        return StepResult(loss, self.phases.metrics(samples=samples, **counts), self.found)
 
     def _embed(self) -> None:
         parts, count = self.embedding.parts, self.batch.count
@@ -156,8 +161,12 @@ class _Run:
         self.where = "the loss"
         with self.phases.phase("loss"):
             leaves = [each.finish() for each in self.features]
-            loss = self.step.evaluate([each.tree for each in self.features], options)
+            args = self.step.arranged([each.tree for each in self.features])
+            loss = call(partial(self.step.loss, **options), args)
             _check_loss(loss)
+            if self.step.return_features:
+                self.found = map_tensors(Tensor.detach, args)
+            del args
             self._check_finite(loss)
             wanted = [x for own in leaves for x in own if x.requires_grad]
             known = {id(x) for x in wanted}

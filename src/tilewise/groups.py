@@ -91,6 +91,19 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
     return number
 
 
+def least(number: float) -> float:
+    """The smallest of all ranks' numbers."""
+    whole = world()
+    device = "cuda" if dist.get_backend(whole) == "nccl" else "cpu"
+    found = torch.tensor(number, dtype=torch.float64, device=device)
+    names = (
+        f"rank {dist.get_rank()} waited for all ranks to say what fits, and one did not answer; "
+        "every rank must run the same steps"
+    )
+    watched(whole, names, lambda: dist.all_reduce(found, op=dist.ReduceOp.MIN, group=whole))
+    return float(found)
+
+
 def is_same(number: Tensor, name: str) -> bool:
     """Whether all ranks of a group have the same number; the host waits for it."""
     both, whole = torch.stack([number, -number]).detach(), find(name)
