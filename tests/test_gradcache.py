@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -614,6 +615,33 @@ def test_progress(capsys):
     assert "replay" in capsys.readouterr().err
     assert result.metrics.embed_s > 0
     assert "13 samples: embed" in str(result.metrics)
+
+
+def test_nothing_of_the_first_graph_stays():
+    """It is run with a graph to see what that takes: a step has one graph at a time."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 2048), nn.Sigmoid(), nn.Linear(2048, 4))
+    step = tw.CachedStep(body, lambda a: a.square().mean(), micro_batch=64, keep=0)
+    x, cpu = torch.randn(256, 4), torch.device("cpu")
+    gc.disable()
+    try:
+        ours = measure.peak_bytes(lambda: step(x), cpu)
+        alone = measure.peak_bytes(lambda: body(x[:64]).square().mean().backward(), cpu)
+    finally:
+        gc.enable()
+    assert ours <= alone + 0.5 * 64 * 2048 * 4
+
+
+def test_room_for_features_is_what_they_take():
+    x = torch.randn(250, 5)
+    tower = nn.Linear(5, D)
+    for step in (8, 200, 999):
+        taken = []
+        tw.CachedStep(
+            tower, lambda a, t=taken: (t.append(len(a.untyped_storage()) // 4 // D), a.mean())[1],
+            micro_batch=step, keep=0,
+        )(x)  # fmt: skip
+        assert taken == [250]
 
 
 def test_memory_does_not_grow_with_the_batch():

@@ -1,5 +1,6 @@
 """The first pass of a cached step: features of every micro-batch, graphs of those that fit."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,9 +70,10 @@ class Part:
 class Features:
     """Outputs of one encoder for the whole batch, and their gradients."""
 
-    def __init__(self, device: torch.device, host: bool, count: int | None) -> None:
-        self.device, self.host, self.count = device, host, count
-        self.tree: Tree = None
+    def __init__(self, device: torch.device, host: bool, times: float) -> None:
+        """`times` as much as the first micro-batch's will come, or more."""
+        self.device, self.host, self.times = device, host, times
+        self.tree: Tree = None  # without the tensors, but at the end
         self.buffers: list[Tensor] = []
         self.rows: list[int] = []
         self.trained = True
@@ -81,7 +83,7 @@ class Features:
         """Store a micro-batch's outputs; returns where."""
         parts = tensors(out)
         if not self.buffers:
-            self.tree, self.rows = out, [0] * len(parts)
+            self.tree, self.rows = map_tensors(lambda x: x.new_empty(0), out), [0] * len(parts)
             self.trained = any(x.requires_grad for x in parts)
             self.buffers = [self._room(x) for x in parts]
         if [_kind(x) for x in parts] != [_kind(x) for x in self.buffers]:
@@ -105,7 +107,7 @@ class Features:
         return slice(start, stop)
 
     def _room(self, x: Tensor) -> Tensor:
-        return x.detach() if is_shared(x) else self._empty(len(x) * (self.count or 1), x)
+        return x.detach() if is_shared(x) else self._empty(math.ceil(len(x) * self.times), x)
 
     def _empty(self, size: int, x: Tensor) -> Tensor:
         if not self.host:
@@ -174,10 +176,10 @@ class Budget:
             return
         with measure.held_bytes(self.device) as held:
             yield
-        self.costs[slot] = held.bytes
         if self.auto:
-            # One is run again while others are kept, and a backward takes as much for gradients.
-            self.left -= 2 * held.bytes
+            # A backward takes about as much for gradients, of one graph at a time.
+            self.left -= max(0.0, held.bytes - max(self.costs.values(), default=0.0))
+        self.costs[slot] = held.bytes
         if self.together:
             self.costs[slot] = -groups.least(-held.bytes)
 

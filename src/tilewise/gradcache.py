@@ -125,7 +125,9 @@ class _Run:
         self.step, self.batch, self.phases = step, batch, phases
         self.towers, self.ahead = step.towers, Ahead(device)
         self.towers.find_owners()
-        self.features = [Features(device, step.host, batch.count) for _ in range(len(self.towers))]
+        self.features = [
+            Features(device, step.host, batch.times(slot)) for slot in range(len(self.towers))
+        ]
         self.embedding = Embedding(
             self.towers, self.features, Budget(step.keep, device, self.towers)
         )
@@ -143,8 +145,8 @@ class _Run:
         return StepResult(loss, self.phases.metrics(samples=samples, **counts), self.found)
 
     def _embed(self) -> None:
-        parts, count = self.embedding.parts, self.batch.count
-        with self.phases.phase("embed", count and count * len(self.towers)):
+        parts = self.embedding.parts
+        with self.phases.phase("embed", self.batch.count):
             for piece, inputs in self._feed(self.batch.read()):
                 self.where = f"micro-batch {len(parts)}, {self.towers.names[piece.slot]}"
                 fresh = not self.features[piece.slot].buffers

@@ -145,7 +145,8 @@ def held_bytes(device: torch.device) -> Iterator[Held]:
         if not (source.is_leaf and source.requires_grad):  # parameters are there anyway
             storage = x.untyped_storage()
             saved[storage.data_ptr()] = storage.nbytes()
-        return x
+        # Not x itself: a node that saves its own output would hold itself.
+        return x.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         yield held

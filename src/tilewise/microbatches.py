@@ -26,18 +26,32 @@ class Piece(NamedTuple):
 class Batch(Protocol):
     """The inputs of all encoders."""
 
-    count: int | None  # pieces of each encoder, where known
+    count: int | None  # of all pieces, where known
+
+    def times(self, slot: int) -> float:
+        """How many times an encoder's first piece all of them are, as far as is known."""
 
     def read(self) -> Iterator[Piece]:
         """All pieces, the same every time."""
 
 
+class Cut(NamedTuple):
+    """One encoder's inputs in pieces."""
+
+    pieces: list[Make]
+    times: float  # the first piece that all are
+
+
 class Split:
     """Inputs in memory, one for each encoder, cut into micro-batches; encoder by encoder."""
 
-    def __init__(self, cuts: Sequence[Sequence[Make]]) -> None:
-        self.cuts = cuts
-        self.count: int | None = max(map(len, cuts))
+    def __init__(self, cuts: Sequence[Cut]) -> None:
+        self.cuts = [cut.pieces for cut in cuts]
+        self.sizes = [cut.times for cut in cuts]
+        self.count: int | None = sum(map(len, self.cuts))
+
+    def times(self, slot: int) -> float:
+        return self.sizes[slot]
 
     def read(self) -> Iterator[Piece]:
         for slot, cut in enumerate(self.cuts):
@@ -57,6 +71,9 @@ class Stream:
     def __init__(self, source: Iterable[Tree] | Callable[[], Iterator[Tree]], slots: int) -> None:
         self.source, self.slots = source, slots
         self.seed = int(torch.randint(2**62, ()))
+
+    def times(self, slot: int) -> float:
+        return 1.0
 
     def read(self) -> Iterator[Piece]:
         dice = torch.Generator().manual_seed(self.seed).get_state()
@@ -128,12 +145,12 @@ def _is_stream(source: Any) -> bool:
     return True
 
 
-def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> list[Make]:
+def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> Cut:
     if split is not None:
         pieces = list(split(inputs, step))
         if not pieces:
             raise ShapeError(f"split must give micro-batches, got none for {name}")
-        return [partial(_same, piece) for piece in pieces]
+        return Cut([partial(_same, piece) for piece in pieces], len(pieces))
     if not is_sliceable(inputs):
         raise OptionError(
             f"{name} must be a tensor, array, list, tuple or mapping of those, got "
@@ -147,4 +164,5 @@ def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> list[Mak
         )
     if size < 1:
         raise ShapeError(f"{name} must not be empty, got no samples; skip an empty batch")
-    return [partial(take, inputs, slice(*span)) for span in spans(size, step)]
+    cuts: list[Make] = [partial(take, inputs, slice(*span)) for span in spans(size, step)]
+    return Cut(cuts, size / min(size, step))

@@ -1,7 +1,8 @@
 """Tile sizes of the fused kernels by architecture and dtype: the only place that knows them.
 
-Measured on an H200 by `python benchmarks/kernels.py` (docs/log.md has the table); the other rows
-are bounded by their shared memory and registers, which `tests/test_compile.py` checks by compiling.
+Measured on an H200 by `python benchmarks/tune_kernels.py` (docs/log.md has the table); the other
+rows are bounded by their shared memory and registers, which `tests/test_compile.py` checks by
+compiling.
 """
 
 from typing import NamedTuple

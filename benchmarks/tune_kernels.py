@@ -1,6 +1,6 @@
 """Times of the fused kernels alone, tile size by tile size: where `backends/tuning.py` comes from.
 
-    python benchmarks/kernels.py [--features 768] [--seconds 0.4]
+    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4]
 
 Each candidate runs for a while; the ceiling is cuBLAS 8192^3 before and after the table.
 """
@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from tilewise.backends import dz, hopper_dz, kernels
 from tilewise.backends.fused_backward import Panel
+from tilewise.backends.fused_forward import Forward
 from tilewise.backends.fused_forward import Panel as ForwardPanel
-from tilewise.backends.fused_forward import _Forward
 from tilewise.backends.fused_softplus import Softplus
 from tilewise.backends.plan import Needs, Plan
 from tilewise.backends.tuning import TileSize
@@ -73,7 +73,7 @@ def make(
     """(a call that runs the kernel once, pairs it looks at); `in_turn` for those of `hopper`."""
     n, m, _ = pairs.shape
     if name == "sums":
-        forward = _Forward(pairs, Plan("logsumexp", True, False, "fused", 2**28, False))
+        forward = Forward(pairs, Plan("logsumexp", True, False, "fused", 2**28, False))
         forward._begin()
         whole = Tile(0, n // 2, 0, m)
         panel = ForwardPanel(whole, size, in_turn=in_turn, masked=False, kept=None)
