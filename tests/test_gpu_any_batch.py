@@ -53,7 +53,7 @@ def step(loss, a, b, place="cuda", **how):
     return [x.detach().cpu().double() for x in (value, a.grad, b.grad, s.grad)]
 
 
-@pytest.mark.parametrize("where", ["pinned", "pageable", "one side"])
+@pytest.mark.parametrize("where", ["pinned", "pageable", "columns", "rows"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_out_of_core(name, dtype, where, monkeypatch):
@@ -64,8 +64,8 @@ def test_out_of_core(name, dtype, where, monkeypatch):
     monkeypatch.setattr(hosted, "BLOCK_BYTES", 300 * D * dtype.itemsize)
     if where == "pinned":
         a, b = a.pin_memory(), b.pin_memory()
-    if where == "one side" and name not in ("nt_xent", "sup_con"):  # whose sides are one
-        a = a.cuda()
+    if name not in ("nt_xent", "sup_con"):  # whose sides are one
+        a, b = a.cuda() if where == "columns" else a, b.cuda() if where == "rows" else b
     ours = step(LOSSES[name], a, b, device="cuda")
     again = step(LOSSES[name], a, b, device="cuda")
     assert all(torch.equal(*pair) for pair in zip(ours, again, strict=True))
@@ -246,6 +246,22 @@ def test_cached_step_under_autocast(dtype, features):
         found.append(grads_of(encoders, scale))
     for got, want in zip(found[1], found[0], strict=True):
         assert (got - want).norm() <= 2e-2 * (want.norm() + 1e-3)
+
+
+def test_features_in_host_memory_from_an_iterable():
+    """Room for them grows while copies are on their way."""
+    encoders, scale = towers(torch.float64), nn.Parameter(torch.tensor(2.0, device="cuda"))
+    for e in encoders:
+        e.eval()
+    xs, found = inputs(20000, torch.float64), []
+    for features, how in (("device", {}), ("host", {"device": "cuda"})):
+        loader = SOURCES["iterable"](xs)[0]
+        tw.CachedStep(encoders, loss_of(scale, **how), micro_batch=128, keep=0, features=features)(
+            loader
+        )
+        found.append(grads_of(encoders, scale))
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() <= 1e-6 * (1 + want.norm())
 
 
 def test_memory_of_a_cached_step():

@@ -1,6 +1,6 @@
 """The sweep out of core, block by block, against the ordinary one.
 
-Here both are on the CPU, and blocks are small: `test_gpu.py` has host and device.
+Here both are on the CPU, and blocks are small: `test_gpu_any_batch.py` has host and device.
 """
 
 import pytest

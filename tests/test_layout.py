@@ -21,8 +21,8 @@ LAYERS = {
     "rounds": 3, "hosted": 3, "autograd": 3, "dot_rows": 3, "sweep": 3, "options": 3,
     "agreement": 3,
     "losses": 4,
-    "gradcache": 5, "embedding": 5, "pushing": 5, "microbatches": 5, "gradsync": 5,
-    "pool": 5,
+    "gradcache": 5, "embedding": 5, "pushing": 5, "featurebuffers": 5, "microbatches": 5,
+    "gradsync": 5, "pool": 5,
     "randomness": 5, "phases": 5,
     "bench": 6, "check_ring": 6, "bench_report": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip

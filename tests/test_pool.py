@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import ranks
 import tilewise as tw
 
 D = 6
@@ -91,11 +92,13 @@ def test_the_loss_over_a_pool(where, tmp_path):
     ids = torch.arange(8) * 3
     loss = tw.info_nce(query, key, 5.0, ids=ids, **bank.negatives())
     loss.backward()
-    z = 5.0 * query.detach().requires_grad_() @ torch.cat([key, bank.features]).T
+    twin = query.detach().requires_grad_()
+    z = 5.0 * twin @ torch.cat([key, bank.features]).T
     own = torch.cat([torch.zeros(8, 8, dtype=torch.bool), ids[:, None] == torch.arange(40)], 1)
     dense = functional.cross_entropy(z.masked_fill(own, -torch.inf), torch.arange(8))
+    dense.backward()
     assert abs(loss - dense) < 1e-12
-    assert query.grad.norm() > 0
+    assert (query.grad - twin.grad).norm() < 1e-12
     bank.put(key, ids)
     assert len(bank) == 40
 
@@ -118,8 +121,44 @@ def test_state(in_file, tmp_path):
     with pytest.raises(tw.ShapeError, match="must fit a pool of 3"):
         pool(3).load_state_dict(state)
     if in_file:
-        with pytest.raises(tw.OptionError, match="pool in a file"):
-            pool(10).load_state_dict(state)
+        for other in (pool(10), second, tw.Pool(10, D, dtype=torch.float64, where=tmp_path / "b")):
+            with pytest.raises(tw.OptionError, match="pool in a file after 2 puts"):
+                other.load_state_dict(state)
+        with pytest.raises(tw.ShapeError, match="must hold a pool of"):
+            tw.Pool(10, D, where=tmp_path / "pool")
+    else:
+        third = tw.Pool(12, D, dtype=torch.float64, where=tmp_path / "c")
+        third.load_state_dict(state)
+        assert torch.equal(third.features, held)
+
+
+def test_a_put_that_is_refused_changes_nothing():
+    bank = pool(4, max_age=2)
+    bank.put(unit(3), torch.arange(3))
+    for _ in range(3):
+        with pytest.raises(tw.ShapeError):
+            bank.put(unit(3), torch.arange(2))
+    assert len(bank) == 3
+    assert bank.ages.tolist() == [0, 0, 0]
+
+
+def empty_on_one(rank):
+    bank = pool(10)
+    bank.put(unit(4 * rank), torch.arange(4 * rank) + 50)
+    query, key = unit(3, rank).requires_grad_(), unit(3, 7 + rank)
+    group = torch.distributed.group.WORLD
+    ids = torch.arange(3) + 3 * rank
+    tw.info_nce(query, key, 5.0, ids=ids, group=group, **bank.negatives()).backward()
+    return query.grad
+
+
+def test_a_pool_that_is_empty_on_one_rank():
+    found = torch.cat(ranks.run(empty_on_one, 2)) / 2
+    query = torch.cat([unit(3, 0), unit(3, 1)]).requires_grad_()
+    key = torch.cat([unit(3, 7), unit(3, 8)])
+    tw.info_nce(query, key, 5.0, negatives=unit(4)).backward()
+    assert (found - query.grad).norm() <= 1e-12
+    tw.info_nce(query, key, 5.0, negatives=unit(0))
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,11 @@ def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
             "rows of a rank must be on its device where there is a group, got them in host memory; "
             "only columns, such as a pool of negatives, may be there"
         )
+    if pairs.columns.device != pairs.device and (pairs.kind != "none" or plan.columns):
+        raise OptionError(
+            "columns in host memory must be negatives only where there is a group, such as a pool; "
+            "got some with positives: move them to the device"
+        )
     # What is kept for the backward would be of some columns only.
     plan = plan._replace(group=groups.name_of(group), keep_bytes=0)
     asked = how.get("schedule", "auto")

@@ -64,8 +64,7 @@ class Ahead:
     def fetch(self, make: Make) -> Arriving:
         """Begin to copy what `make` returns."""
         tree = make()
-        if self.stream is None:
-            return Arriving(map_tensors(lambda x: x.to(self.device), tree), None)
+        assert self.stream is not None
         if all(x.device == self.device for x in tensors(tree)):
             return Arriving(tree, None)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
@@ -88,7 +87,7 @@ class Ahead:
 
     def send(self, x: Tensor, out: Tensor) -> None:
         """Copy something from the device, in the background and in order with what is fetched."""
-        if self.stream is None:
+        if self.stream is None or out.device == self.device:
             out.copy_(x)
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.device))

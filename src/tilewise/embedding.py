@@ -1,6 +1,5 @@
 """The first pass of a cached step: features of every micro-batch, graphs of those that fit."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import groups, measure
-from tilewise.errors import DtypeError, OptionError, ShapeError
+from tilewise.errors import OptionError
+from tilewise.featurebuffers import Features
 from tilewise.gradsync import Averager, averagers, forward_of, modules_of
 from tilewise.microbatches import Piece
 from tilewise.randomness import Dice
@@ -20,6 +20,9 @@ MIB = 2**20
 # Of free memory, for "auto": the rest is left to whoever else allocates.
 AUTO_SHARE = 0.9
 LOSS_BYTES = 256 * MIB  # of a loss at work
+# Graphs of an encoder that are measured. The first may hold copies that all share: what autocast
+# makes of the weights.
+MEASURED = 2
 
 
 class Towers:
@@ -29,9 +32,10 @@ class Towers:
         self, encoders: Sequence[Callable[..., Tree] | None], names: Sequence[str]
     ) -> None:
         self.encoders, self.names = encoders, names
-        self.modules = list(
-            {id(m): m for encoder in encoders for m in modules_of(encoder)}.values()
-        )
+        found = (module for encoder in encoders for module in modules_of(encoder))
+        self.modules = list({id(module): module for module in found}.values())
+        # Of which not all that they train need be known.
+        self.functions = {k for k, e in enumerate(encoders) if not isinstance(e, nn.Module)}
 
     def __len__(self) -> int:
         return len(self.encoders)
@@ -45,7 +49,7 @@ class Towers:
         """Features of some inputs; those in `final` average gradients in the backward of it."""
         encoder = self.encoders[slot]
         if encoder is None:
-            return inputs
+            return map_tensors(Tensor.detach, inputs)
         try:
             with torch.set_grad_enabled(graph), forward_of(self.owners[slot], final.__contains__):
                 return call(encoder, inputs)
@@ -62,91 +66,10 @@ class Part:
     slot: int
     index: int  # among all parts
     spans: list[slice | None]  # rows of each output among those of the batch; None: all share it
-    dice: Dice | None = None  # to run it again from; None where that is not needed
+    dice: Dice  # to run it again from
+    probe: list[Tensor]  # a few numbers of its features, to be met again
     outputs: list[Tensor] = field(default_factory=list)  # with their graph, where it is kept
-    probe: list[Tensor] = field(default_factory=list)  # the first row of each, to be met again
-
-
-class Features:
-    """Outputs of one encoder for the whole batch, and their gradients."""
-
-    def __init__(self, device: torch.device, host: bool, times: float) -> None:
-        """`times` as much as the first micro-batch's will come, or more."""
-        self.device, self.host, self.times = device, host, times
-        self.tree: Tree = None  # without the tensors, but at the end
-        self.buffers: list[Tensor] = []
-        self.rows: list[int] = []
-        self.trained = True
-        self.grads: list[Tensor | None] = []
-
-    def add(self, out: Tree) -> list[slice | None]:
-        """Store a micro-batch's outputs; returns where."""
-        parts = tensors(out)
-        if not self.buffers:
-            self.tree, self.rows = map_tensors(lambda x: x.new_empty(0), out), [0] * len(parts)
-            self.trained = any(x.requires_grad for x in parts)
-            self.buffers = [self._room(x) for x in parts]
-        if [_kind(x) for x in parts] != [_kind(x) for x in self.buffers]:
-            raise ShapeError(
-                "an encoder must return features of the same shape and dtype every time, got "
-                f"{[_kind(x) for x in parts]} after {[_kind(x) for x in self.buffers]}"
-            )
-        return [self._store(i, x.detach()) for i, x in enumerate(parts)]
-
-    def _store(self, i: int, x: Tensor) -> slice | None:
-        if is_shared(x):
-            if not self.rows[i]:
-                self.buffers[i], self.rows[i] = x.clone(), 1
-            return None
-        start, stop = self.rows[i], self.rows[i] + len(x)
-        if stop > len(self.buffers[i]):
-            old, self.buffers[i] = self.buffers[i][:start], self._empty(2 * stop, x)
-            self.buffers[i][:start] = old
-        self.buffers[i][start:stop].copy_(x, non_blocking=True)
-        self.rows[i] = stop
-        return slice(start, stop)
-
-    def _room(self, x: Tensor) -> Tensor:
-        return x.detach() if is_shared(x) else self._empty(math.ceil(len(x) * self.times), x)
-
-    def _empty(self, size: int, x: Tensor) -> Tensor:
-        if not self.host:
-            return torch.empty(size, *x.shape[1:], dtype=x.dtype, device=x.device)
-        pinned = self.device.type == "cuda"
-        return torch.empty(size, *x.shape[1:], dtype=x.dtype, pin_memory=pinned)
-
-    def finish(self) -> list[Tensor]:
-        """All features, as leaves of the loss."""
-        whole = [
-            (x if is_shared(x) else x[:rows]).detach().requires_grad_(self.trained and _floats(x))
-            for x, rows in zip(self.buffers, self.rows, strict=True)
-        ]
-        self.buffers, parts = [], iter(whole)
-        self.tree = map_tensors(lambda _: next(parts), self.tree)
-        return whole
-
-    @property
-    def samples(self) -> int:
-        """Rows of the longest of them."""
-        return max(self.rows, default=0)
-
-
-def is_shared(x: Tensor) -> bool:
-    """Whether an output is a single number, such as a scale, that belongs to all samples."""
-    return x.numel() == 1 and x.dim() <= 1
-
-
-def probe_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The first row of each output."""
-    return [x.detach()[:1].clone() for x in outputs if not is_shared(x) and _floats(x)]
-
-
-def _kind(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(x.shape[1:]), x.dtype
-
-
-def _floats(x: Tensor) -> bool:
-    return x.is_floating_point()
+    averages: list[Averager] = field(default_factory=list)  # told so in that graph's forward
 
 
 class Budget:
@@ -163,25 +86,27 @@ class Budget:
         if self.auto:
             self.left -= _missing_grad_bytes(towers.modules) + LOSS_BYTES
         self.costs: dict[int, float] = {}
+        self.measured: dict[int, int] = {}
 
     def allows(self, slot: int) -> bool:
         """Whether one more graph of this encoder fits, as far as is known."""
         return self.left > 0 and self.costs.get(slot, 0.0) <= self.left
 
     @contextmanager
-    def measure(self, slot: int, first: bool) -> Iterator[None]:
-        """Find out what the first graph of an encoder takes."""
-        if not first:
+    def measure(self, slot: int, graph: bool) -> Iterator[None]:
+        """Find out what the first graphs of an encoder take."""
+        if not graph or self.measured.get(slot, 0) == MEASURED:
             yield
             return
         with measure.held_bytes(self.device) as held:
             yield
-        if self.auto:
-            # A backward takes about as much for gradients, of one graph at a time.
-            self.left -= max(0.0, held.bytes - max(self.costs.values(), default=0.0))
-        self.costs[slot] = held.bytes
-        if self.together:
-            self.costs[slot] = -groups.least(-held.bytes)
+        largest = max(self.costs.values(), default=0.0)
+        cost = -groups.least(-held.bytes) if self.together else held.bytes
+        self.costs[slot] = min(cost, self.costs.get(slot, cost))
+        self.measured[slot] = self.measured.get(slot, 0) + 1
+        if self.auto and self.measured[slot] == 1:
+            # One is run again while others are kept, and its backward takes about as much.
+            self.left -= 2 * max(0.0, cost - largest)
 
     def reserve(self, feature_bytes: int) -> None:
         """Leave room for the loss: features, gradients and their sums."""
@@ -215,33 +140,29 @@ class Embedding:
     def add(self, piece: Piece, inputs: Tree) -> Tree:
         """Embed a micro-batch; returns the outputs."""
         slot, features = piece.slot, self.features[piece.slot]
-        first, owners = not features.buffers, self.towers.owners[piece.slot]
         # The first one of an encoder tells whether it is trained, and what its graph takes.
+        first = not features.buffers
         keep = features.trained and self.budget.allows(slot)
-        final = [o for o in owners if keep and piece.last and self._is_final(o, slot)]
-        dice = Dice()
-        with self.budget.measure(slot, first):
-            out = self.towers.forward(slot, inputs, first or keep, final)
-        if not tensors(out):
-            raise DtypeError(
-                f"{self.towers.names[slot]} must return features, a tensor or a tuple or mapping "
-                f"of tensors, got {type(out).__name__}"
-            )
-        part = Part(slot, len(self.parts), features.add(out))
-        self.parts.append(part)
+        averages = [o for o in self.towers.owners[slot] if keep and self._may_end(o, piece)]
+        dice, graph = Dice(), first or keep
+        with self.budget.measure(slot, graph):
+            out = self.towers.forward(slot, inputs, graph, averages)
+        spans = features.add(self.towers.names[slot], out, graph)
         if first:
             self.budget.reserve(sum(x.numel() * x.element_size() for x in features.buffers))
-        if features.trained and keep and (self.budget.take(slot) or final):
-            part.outputs = tensors(out)
-        elif features.trained:
-            part.dice, part.probe = dice, probe_of(tensors(out))
+        part = Part(slot, len(self.parts), spans, dice, features.probe(tensors(out)))
+        self.parts.append(part)
+        if features.trained and keep and (self.budget.take(slot) or averages):
+            part.outputs, part.averages = tensors(out), averages
         return out
 
-    def _is_final(self, owner: Averager, slot: int) -> bool:
-        """Whether a module that averages has all its parts kept, and none to come after this."""
-        later = any(owner in owners for owners in self.towers.owners[slot + 1 :])
+    def _may_end(self, owner: Averager, piece: Piece) -> bool:
+        """Whether a module's last backward may be of this piece, all before it being kept."""
+        later = any(owner in owners for owners in self.towers.owners[piece.slot + 1 :])
         earlier = (part for part in self.parts if owner in self.towers.owners[part.slot])
-        return owner.by_forward and not later and all(part.outputs for part in earlier)
+        kept = all(part.outputs or not self.features[part.slot].trained for part in earlier)
+        apart = owner.one_by_one or not owner.by_forward
+        return piece.last and not apart and not later and kept
 
 
 def listed(encoders: Any) -> tuple[list[Any], list[str] | None]:

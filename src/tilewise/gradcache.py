@@ -4,6 +4,7 @@ Embed every micro-batch, those that do not fit without a graph; compute the loss
 once; run the others again with a graph and the same randomness, and push the gradient through.
 """
 
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from tilewise import groups
 from tilewise.ahead import Ahead, Make
-from tilewise.embedding import Budget, Embedding, Features, Towers, listed
-from tilewise.errors import GradError, OptionError, ShapeError, StepError
+from tilewise.embedding import Budget, Embedding, Towers, listed
+from tilewise.errors import DeviceError, GradError, OptionError, ShapeError, StepError
+from tilewise.featurebuffers import Features
 from tilewise.microbatches import Batch, Piece, Splitter, make_batch
 from tilewise.pairs import check_choice, check_number
 from tilewise.phases import Phases, StepMetrics
@@ -83,12 +85,11 @@ class CachedStep:
         self.towers = Towers(each, shown)
         self.loss, self.scaler, self.split = loss, scaler, split
         self.micro_batch = _checked_sizes(micro_batch, len(each))
-        if keep not in ("auto", float("inf")) and check_number("keep", float(keep)) < 0:
-            raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep}")
+        _check_keep(keep)
         check_choice("features", features, ("device", "host"))
         self.keep, self.host, self.progress = keep, features == "host", progress
         self.batch_norm, self.return_features = batch_norm, return_features
-        self.device = None if device is None else torch.device(device)
+        self.device = _checked_device(device)
 
     def __call__(self, *inputs: Any, **options: Any) -> StepResult:
         """Loss and gradients of a batch: one input for each encoder, or one iterable for all.
@@ -149,9 +150,8 @@ class _Run:
         with self.phases.phase("embed", self.batch.count):
             for piece, inputs in self._feed(self.batch.read()):
                 self.where = f"micro-batch {len(parts)}, {self.towers.names[piece.slot]}"
-                fresh = not self.features[piece.slot].buffers
                 out = self.embedding.add(piece, inputs)
-                if fresh:
+                if piece.slot in self.towers.functions:
                     self.undo.watch(graph_leaves(tensors(out)))
                 del out, inputs
                 self.phases.advance()
@@ -178,18 +178,19 @@ class _Run:
             self.undo.watch(parameters)
             scaled = loss if self.step.scaler is None else self.step.scaler.scale(loss)
             with torch.autocast(loss.device.type, enabled=False):
-                grads = torch.autograd.grad(
-                    scaled, [*wanted, *parameters], allow_unused=True, materialize_grads=True
-                )
+                grads = torch.autograd.grad(scaled, [*wanted, *parameters], allow_unused=True)
             by_leaf = dict(zip(map(id, wanted), grads, strict=False))
             for each, own in zip(self.features, leaves, strict=True):
                 each.grads, each.tree = [by_leaf.get(id(x)) for x in own], None
-        return loss.detach(), list(zip(parameters, grads[len(wanted) :], strict=True))
+        found = zip(parameters, grads[len(wanted) :], strict=True)
+        return loss.detach(), [(p, d) for p, d in found if d is not None]
 
     def _check_finite(self, loss: Tensor) -> None:
         """Raise on all ranks alike: where gradients are averaged, one must not wait for another."""
         bad = (~torch.isfinite(loss.detach())).float()
-        shared = {id(o.group): o.group for o in self.towers.every_owner if o.group is not None}
+        # Those that do not tell their ranks are taken for parts of the whole world.
+        owned = [o.group or groups.world() for o in self.towers.every_owner]
+        shared = {id(group): group for group in owned}
         for group in shared.values():
             bad = groups.add_up(bad, group)
         if float(bad):
@@ -201,10 +202,10 @@ class _Run:
 
     def _push(self, parameters: list[Root]) -> dict[str, Any]:
         self.pushing = pushing = Pushing(self.towers, self.features, self.embedding.parts)
-        kept, total = len(pushing.kept), len(pushing.order)
+        kept, total = len(pushing.kept), len(pushing.trained)
         self.where, self.undo.touched = "the backward", True
         with self.phases.phase("replay", total), keep_statistics(self.towers.modules):
-            for part in pushing.push(parameters, self._feed, self.batch.read()):
+            for part in pushing.push(parameters, self._feed, self.batch.read(), self.undo.watch):
                 self.where = f"the backward, after micro-batch {part.index}"
                 self.phases.advance()
             difference = pushing.difference()
@@ -266,13 +267,35 @@ class _Undo:
 
 
 def _checked_sizes(micro_batch: int | Sequence[int], slots: int) -> list[int]:
-    sizes = [micro_batch] * slots if isinstance(micro_batch, int) else list(micro_batch)
-    if len(sizes) != slots or not all(isinstance(n, int) and n > 0 for n in sizes):
+    sizes: list[Any] = [micro_batch] * slots
+    if isinstance(micro_batch, (list, tuple)):
+        sizes = list(micro_batch)
+    whole = (
+        isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) > 0 for n in sizes
+    )
+    if len(sizes) != slots or not all(whole):
         raise OptionError(
             f"micro_batch must be a number above 0, or one for each of {slots} encoders, got "
             f"{micro_batch!r}"
         )
-    return sizes
+    return [int(n) for n in sizes]
+
+
+def _check_keep(keep: float | str) -> None:
+    if keep == "auto" or (isinstance(keep, float) and keep == float("inf")):
+        return
+    if isinstance(keep, str) or check_number("keep", keep) < 0:
+        raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep!r}")
+
+
+def _checked_device(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        # With an index: "cuda" is the current one.
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
 
 
 def _refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
@@ -286,7 +309,7 @@ def _refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
 
 
 def _device_of(modules: Sequence[nn.Module], inputs: tuple[Any, ...]) -> torch.device:
-    """Of the first parameter, or of the first input."""
+    """Of the first parameter, or of the first input that is on one."""
     known: list[Tensor] = [p for module in modules for p in module.parameters()]
     known += tensors(inputs)
     return known[0].device if known else torch.device("cpu")

@@ -1,5 +1,6 @@
 """When gradients are averaged over ranks: once a step, by DDP or FSDP2 themselves."""
 
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,15 +11,42 @@ from torch import nn
 from tilewise.errors import OptionError
 
 
-def modules_of(encoder: Any) -> list[nn.Module]:
-    """The modules that a callable is: itself, the owner of a method, those of a partial."""
+def modules_of(encoder: Any, depth: int = 4) -> list[nn.Module]:
+    """The modules that a callable is made of, as far as can be seen.
+
+    Itself, the owner of a method, what a partial holds, what a function closes over or takes from
+    its globals, what an object has as attributes.
+    """
     if isinstance(encoder, nn.Module):
         return [encoder]
+    if depth == 0 or isinstance(encoder, (type, types.ModuleType)):
+        return []
+    return [module for part in _parts_of(encoder) for module in modules_of(part, depth - 1)]
+
+
+def _parts_of(encoder: Any) -> Iterator[Any]:
     if isinstance(encoder, partial):
-        parts = (encoder.func, *encoder.args, *encoder.keywords.values())
-        return [module for part in parts for module in modules_of(part)]
-    owner = getattr(encoder, "__self__", None)
-    return [owner] if isinstance(owner, nn.Module) else []
+        yield from (encoder.func, *encoder.args, *encoder.keywords.values())
+    elif isinstance(encoder, types.MethodType):
+        yield from (encoder.__self__, encoder.__func__)
+    elif isinstance(encoder, types.FunctionType):
+        names, known = encoder.__code__.co_names, encoder.__globals__
+        yield from (known[name] for name in names if name in known)
+        yield from (cell.cell_contents for cell in encoder.__closure__ or () if _is_filled(cell))
+        yield from (*(encoder.__defaults__ or ()), *(encoder.__kwdefaults__ or {}).values())
+    elif isinstance(encoder, (list, tuple)):
+        yield from encoder
+    elif isinstance(encoder, dict):
+        yield from encoder.values()
+    else:
+        yield from getattr(encoder, "__dict__", {}).values()
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that has no value yet
+        return False
 
 
 class Averager:
@@ -30,6 +58,13 @@ class Averager:
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
         self.by_forward = hasattr(module, "no_sync")
+        # A DDP that looks for unused parameters looks at one forward: that must be of one part.
+        self.one_by_one = bool(getattr(module, "find_unused_parameters", False))
+        if getattr(module, "static_graph", False):
+            raise OptionError(
+                "a DDP module with static_graph=True expects every backward to be averaged, and a "
+                "cached step averages the last; build it without that option"
+            )
         self.parameters = {id(p): name for name, p in module.named_parameters()}
 
     @property
@@ -54,7 +89,7 @@ class Averager:
 
     def check_owns(self, parameters: Iterable[Any]) -> None:
         """Raise if the loss uses a parameter in a way that the module would not average."""
-        if not getattr(self.module, "find_unused_parameters", False):
+        if not self.one_by_one:
             return
         names = [self.parameters[id(p)] for p in parameters if id(p) in self.parameters]
         if names:

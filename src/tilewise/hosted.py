@@ -159,7 +159,13 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
     like = next(iter(rows.values())).new_empty(0)
     every_col = torch.cat([cols[start] for start in sorted(cols)], 1) if wanted else like
     every_row = torch.cat([rows[start] for start in sorted(rows)], 1)
-    return Swept(every_row, every_col, rounds.join_memos(memos), like.clone())
+    return Swept(every_row, every_col, _by_visit(memos), like.clone())
+
+
+def _by_visit(memos: list[Tensor]) -> Tensor:
+    """One after the other, 0s for those of blocks without pairs."""
+    largest = max(memos, key=Tensor.numel)
+    return torch.stack([memo if memo.numel() else torch.zeros_like(largest) for memo in memos])
 
 
 def differentiate(
@@ -183,6 +189,7 @@ def _known(
     visit: Visit, blocks: Blocks, swept: Swept, upstream: tuple[Tensor, Tensor]
 ) -> tuple[Swept, tuple[Tensor, Tensor]]:
     """What the forward found about two blocks, and the gradient of each of those numbers."""
+    # What weighs without a forward has no memos.
     memo = swept.memo[visit.number] if swept.memo.dim() > 1 else swept.memo
     rows, d_rows = (_part(x, visit.row) for x in (swept.rows, upstream[0]))
     cols, d_cols = (_part(x, visit.col) for x in (swept.cols, upstream[1]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.ahead import Make
 from tilewise.errors import OptionError, ShapeError
 from tilewise.tiles import spans
-from tilewise.trees import Tree, is_sliceable, length, take
+from tilewise.trees import Tree, is_sliceable, length, take, tensors
 
 Splitter = Callable[[Any, int], Sequence[Tree]]  # (inputs, micro-batch) -> micro-batches
 
@@ -81,6 +81,7 @@ class Stream:
         item, dice = _apart(lambda: next(items, None), dice)
         while item is not None:
             following, dice = _apart(lambda: next(items, None), dice)
+            _check_apart(item, following)
             for slot, inputs in enumerate(self._parts(item)):
                 yield Piece(slot, partial(_same, inputs), following is None)
             item = following
@@ -95,6 +96,16 @@ class Stream:
                 f"{self.slots} encoders, got {got}"
             )
         return tuple(item)
+
+
+def _check_apart(item: Tree, following: Tree) -> None:
+    """The next micro-batch is read while this one is at work."""
+    places = {x.data_ptr() for x in tensors(item) if x.numel()}
+    if any(x.data_ptr() in places for x in tensors(following) if x.numel()):
+        raise OptionError(
+            "micro-batches of an iterable must have memory of their own, got two in the same: the "
+            "next is read ahead; clone what is yielded"
+        )
 
 
 def _same(tree: Tree) -> Tree:

@@ -44,7 +44,7 @@ class Phases:
     """Measures phases one after the other. The device's peak counter starts anew with each."""
 
     def __init__(self, device: torch.device, progress: bool | None) -> None:
-        self.device, self.name = device, ""
+        self.device = device
         self.found: dict[str, Any] = {}
         self.bar = _bar(progress)
         self.task: Any = None
@@ -66,7 +66,6 @@ class Phases:
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[None]:
         """Measure what is done inside, in so many micro-batches."""
-        self.name = name
         if self.bar is not None:
             self.task = self.bar.add_task(name, total=total)
         cuda = self.device.type == "cuda"

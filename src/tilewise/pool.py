@@ -4,6 +4,7 @@ They are on the device, in pinned host memory or in a memory-mapped file, and pa
 further columns: the data that a loss sees is no longer bounded by the data that it trains on.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -65,6 +66,12 @@ class Pool:
         self.device = torch.empty(0, device=device).device
         self._features = _memory(size, dim, dtype, where, self.device)
         self.path = None if where in ("device", "host") else Path(where)
+        known = {key: x for key, x in self._noted().items() if key != "clock"}
+        if known not in ({}, _facts(self._features)):
+            raise ShapeError(
+                f"the file {self.path} must hold a pool of {_facts(self._features)}, got {known}; "
+                "name another file, or delete it"
+            )
         # Of every place: when it was filled, and by which sample.
         self._born, self._ids = torch.zeros(2, size, dtype=torch.int64, device=self.device)
         self._count, self._clock = 0, 0
@@ -90,7 +97,7 @@ class Pool:
 
     def negatives(self) -> Negatives:
         """What `info_nce` takes: `info_nce(query, key, scale, ids=ids, **pool.negatives())`."""
-        if not self._count:
+        if self._named is None:
             return {}
         found: Negatives = {"negatives": self.features}
         if self.ids is not None:
@@ -113,12 +120,13 @@ class Pool:
                 "ids must be given always or never, since a sample without one cannot be found "
                 f"again; got {'ids' if ids is not None else 'none'} after {self._count} samples"
             )
+        if ids is not None:
+            check_marks("ids", ids, (len(features),), ids)
         self._clock += 1
         self._named = ids is not None
         if self.max_age is not None:
             self._drop(self._born[: self._count] <= self._clock - self.max_age)
         if ids is not None:
-            check_marks("ids", ids, (len(features),), ids)
             ids = ids.to(self.device, torch.int64)
             last = _last_of_each(ids)
             features, ids = features[last.to(features.device)], ids[last]
@@ -131,6 +139,7 @@ class Pool:
         self._born[places] = self._clock
         if ids is not None:
             self._ids[places] = ids
+        self._note()
 
     def _places(self, count: int, ids: Tensor | None) -> Tensor:
         """Where samples go (count,): over their older selves, where there is room, over the oldest.
@@ -164,27 +173,55 @@ class Pool:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of all that is held; but features that are in a file stay there."""
-        held = {name: x[: self._count].cpu().clone() for name, x in self._parts().items()}
+        parts = {"born": self._born, "ids": self._ids}
+        if self.path is None:
+            parts["features"] = self._features
+        held = {name: x[: self._count].cpu().clone() for name, x in parts.items()}
         return {**held, "dim": self.dim, "clock": self._clock, "named": self._named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of a pool that was no larger; one in a file with that same file."""
+        """Go on from the state of a pool that was no larger.
+
+        That of a pool in a file needs the file as it was when the state was taken.
+        """
         count, dim = len(state["born"]), state["dim"]
         if count > self.size or dim != self.dim:
             raise ShapeError(
                 f"the state must fit a pool of {self.size} x {self.dim}, got {count} x {dim}"
             )
-        missing = set(self._parts()) - set(state)
-        if missing:
-            raise OptionError("the state is of a pool in a file, whose features are not in it")
+        if "features" in state:
+            self._features[:count] = state["features"].to(self._features)
+        elif self._noted().get("clock") != state["clock"]:
+            raise OptionError(
+                f"the state is of a pool in a file after {state['clock']} puts, and the features "
+                f"are not in it; got {self.path or 'no file'} after {self._noted().get('clock')}"
+            )
         self._count, self._clock, self._named = count, state["clock"], state["named"]
-        for name, of in self._parts().items():
-            of[:count] = state[name].to(of.device, of.dtype)
+        self._born[:count], self._ids[:count] = (
+            state[name].to(self.device) for name in ("born", "ids")
+        )
+        self._note()
 
-    def _parts(self) -> dict[str, Tensor]:
-        """What of it must be saved."""
-        parts = {"born": self._born, "ids": self._ids}
-        return parts if self.path is not None else {"features": self._features, **parts}
+    def _note(self) -> None:
+        """Write down beside a file what is in it."""
+        if self.path is not None:
+            facts = {"clock": self._clock, **_facts(self._features)}
+            _beside(self.path).write_text(json.dumps(facts))
+
+    def _noted(self) -> dict[str, Any]:
+        """What was written down beside the file."""
+        if self.path is None or not _beside(self.path).exists():
+            return {}
+        found: dict[str, Any] = json.loads(_beside(self.path).read_text())
+        return found
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _facts(features: Tensor) -> dict[str, Any]:
+    return {"shape": list(features.shape), "dtype": str(features.dtype)}
 
 
 def _memory(

@@ -37,9 +37,11 @@ def keep_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Leave running statistics of BatchNorm as they are: those of each batch are counted once."""
     buffers = [x for norm in training_norms(modules) for x in norm.buffers()]
     copies = [x.clone() for x in buffers]
-    yield
-    for x, copy in zip(buffers, copies, strict=True):
-        x.copy_(copy)
+    try:
+        yield
+    finally:
+        for x, copy in zip(buffers, copies, strict=True):
+            x.copy_(copy)
 
 
 def training_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -43,7 +43,7 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
         visit.found = swept.cols.t() if columns else None
     assert rows is not None
     cols = rows.new_empty(0) if carry is None else _home(carry, like.dtype).t().contiguous()
-    return Swept(rows, cols, join_memos(memos), kept)
+    return Swept(rows, cols, _join(memos), kept)
 
 
 def _reduce(pairs: Pairs, plan: Plan) -> Swept:
@@ -256,7 +256,7 @@ def _vectors(pairs: Pairs, visit: Visit) -> tuple[Tensor, Tensor]:
     return more[0].t().contiguous(), more[1].t().contiguous()
 
 
-def join_memos(memos: list[Tensor]) -> Tensor:
+def _join(memos: list[Tensor]) -> Tensor:
     """What the backend wants to know again: as it is, or by visit, 0s of those without pairs."""
     if len(memos) == 1:
         return memos[0]

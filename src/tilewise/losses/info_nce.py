@@ -25,7 +25,9 @@ from tilewise.pairs import (
     Both,
     as_scalar,
     autocast,
+    beside,
     both,
+    check_device,
     check_features,
     check_fraction,
     check_marks,
@@ -130,6 +132,8 @@ def _hard_negatives(
         )
     check_features("negatives", negatives, dims=negatives.dim(), empty=how.get("group") is not None)
     device = how.get("device") if negatives.dim() == 2 else None
+    if negatives.dim() == 3:
+        check_device("query", query, "negatives", beside(negatives, how.get("device")))
     negatives = autocast(negatives, device)
     check_match("query", query, "negatives", negatives, device)
     if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:

@@ -1,0 +1,138 @@
+"""What an encoder returned for all samples, and the gradients of that."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import DtypeError, OptionError, ShapeError
+from tilewise.trees import Tree, leaves, map_tensors, tensors
+
+# An output that all micro-batches share may be rounded otherwise with a graph than without.
+SAME = 1e-3
+
+
+class Features:
+    """Outputs of one encoder for the whole batch, and their gradients.
+
+    An output has a row for each sample, or is one number that all micro-batches share.
+    """
+
+    def __init__(self, device: torch.device, host: bool, times: float) -> None:
+        """`times` as much as the first micro-batch's will come, or more."""
+        self.device, self.host, self.times = device, host, times
+        self.tree: Tree = None  # without the tensors, but at the end
+        self.buffers: list[Tensor] = []
+        self.shared: list[bool] = []
+        self.learns: list[bool] = []  # whether an output has a gradient
+        self.rows: list[int] = []
+        self.grads: list[Tensor | None] = []
+        self.unlike: list[Tensor] = []
+
+    @property
+    def trained(self) -> bool:
+        """Whether some output has a gradient, as far as is known."""
+        return not self.learns or any(self.learns)
+
+    @property
+    def samples(self) -> int:
+        """Rows of the longest of them."""
+        return max(self.rows, default=0)
+
+    def add(self, name: str, out: Tree, graph: bool) -> list[slice | None]:
+        """Store a micro-batch's outputs, which had a chance of a `graph`; returns where."""
+        parts = tensors(out)
+        if not self.buffers:
+            _check_outputs(name, out)
+            self._begin(out, parts)
+        kinds = [self._kind(i, x) for i, x in enumerate(parts)]
+        known = [self._kind(i, x) for i, x in enumerate(self.buffers)]
+        if kinds != known:
+            raise ShapeError(
+                f"{name} must return features of the same shape and dtype every time, got {kinds} "
+                f"after {known}"
+            )
+        if graph and [x.requires_grad for x in parts] != self.learns:
+            raise OptionError(
+                f"{name} must train the same outputs in every micro-batch, got "
+                f"{[x.requires_grad for x in parts]} after {self.learns}"
+            )
+        return [self._store(i, x.detach()) for i, x in enumerate(parts)]
+
+    def _begin(self, out: Tree, parts: list[Tensor]) -> None:
+        self.tree, self.rows = map_tensors(lambda x: x.new_empty(0), out), [0] * len(parts)
+        samples = max(len(x) if x.dim() else 1 for x in parts)
+        # Of one sample (1,) is a row; FSDP2 makes such a thing of a scale.
+        self.shared = [x.dim() == 0 or (x.shape == (1,) and samples > 1) for x in parts]
+        self.learns = [x.requires_grad for x in parts]
+        self.buffers = [
+            x.detach().clone() if shared else self._empty(math.ceil(len(x) * self.times), x)
+            for x, shared in zip(parts, self.shared, strict=True)
+        ]
+
+    def _kind(self, i: int, x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+        shape = tuple(x.shape) if self.shared[i] else ("n", *x.shape[1:])
+        return shape, x.dtype
+
+    def _store(self, i: int, x: Tensor) -> slice | None:
+        if self.shared[i]:
+            self.unlike.append((x - self.buffers[i]).abs() > SAME * self.buffers[i].abs())
+            return None
+        start, stop = self.rows[i], self.rows[i] + len(x)
+        if stop > len(self.buffers[i]):
+            if self.host and self.device.type == "cuda":
+                # What is on its way to host memory must be there before the host copies it.
+                torch.cuda.current_stream(self.device).synchronize()
+            old, self.buffers[i] = self.buffers[i][:start], self._empty(2 * stop, x)
+            self.buffers[i][:start] = old
+        self.buffers[i][start:stop].copy_(x, non_blocking=True)
+        self.rows[i] = stop
+        return slice(start, stop)
+
+    def _empty(self, size: int, x: Tensor) -> Tensor:
+        if not self.host:
+            return torch.empty(size, *x.shape[1:], dtype=x.dtype, device=x.device)
+        pinned = self.device.type == "cuda"
+        return torch.empty(size, *x.shape[1:], dtype=x.dtype, pin_memory=pinned)
+
+    def finish(self) -> list[Tensor]:
+        """All features, as leaves of the loss."""
+        if self.unlike and bool(torch.stack([x.any() for x in self.unlike]).any()):
+            raise OptionError(
+                "an output that is a single number must be the same for every micro-batch, such as "
+                "a scale; got one that is not: return what depends on samples with a row for each"
+            )
+        whole = [
+            (x if shared else x[:rows]).detach().requires_grad_(learns)
+            for x, shared, rows, learns in zip(
+                self.buffers, self.shared, self.rows, self.learns, strict=True
+            )
+        ]
+        self.buffers, parts = [], iter(whole)
+        self.tree = map_tensors(lambda _: next(parts), self.tree)
+        return whole
+
+    def probe(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Two numbers (n, 2) of every row that is trained: a product with something, its length."""
+        chosen = zip(outputs, self.learns, self.shared, strict=True)
+        return [_probe(x.detach()) for x, learns, shared in chosen if learns and not shared]
+
+
+def _probe(x: Tensor) -> Tensor:
+    rows = x.flatten(1) if x.dim() > 1 else x[:, None]
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    way = torch.arange(rows.shape[1], device=x.device, dtype=rows.dtype).add_(1).cos_()
+    return torch.stack([rows @ way, rows.norm(dim=1)], 1)
+
+
+def _check_outputs(name: str, out: Tree) -> None:
+    strange = [x for x in leaves(out) if not isinstance(x, Tensor) and x is not None]
+    if strange or not tensors(out):
+        got = strange[0] if strange else out
+        raise DtypeError(
+            f"{name} must return features, a tensor or a tuple or mapping of tensors, got "
+            f"{type(got).__name__}"
+        )
+    if any(x.is_complex() for x in tensors(out)):
+        raise DtypeError(f"{name} must return real numbers, got complex ones; view_as_real them")
