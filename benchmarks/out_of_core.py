@@ -116,7 +116,8 @@ def _clip_timed(
     sides: list[Tensor], args: argparse.Namespace, device: torch.device
 ) -> tuple[float, float, list[Tensor]]:
     """Seconds, MiB and results (on the host) of a step."""
-    _clip_step(*(x[:32768] for x in sides), device)
+    # Two blocks and a bit, so that all kinds of blocks are compiled.
+    _clip_step(*(x[:300000] for x in sides), device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         # Pinned memory takes seconds to get and is kept by torch: a first step waits for it.
@@ -177,37 +178,28 @@ def _filled(
 ) -> tuple[tw.Pool, float]:
     """A full pool, and how long plain reads of its file take; 0 where there is none."""
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    read_s = 0.0
-    if where == "disk":
-        _write(path, args, device)
-        read_s = _read_s(path)
-        print(f"plain reads of the file: {path.stat().st_size / read_s / 1e9:.2f} GB/s")
-    pool = tw.Pool(
-        args.pool, args.dim, device=device, where=path if where == "disk" else where, dtype=kind
-    )
+    place = path if where == "disk" else where
+    pool = tw.Pool(args.pool, args.dim, device=device, where=place, dtype=kind)
+    part = _memory(CHUNK, args.dim, device, False)
+    for start in range(0, args.pool, CHUNK):
+        few = _unit_into(part[: args.pool - start], device, start)
+        pool.put(few, torch.arange(start, start + len(few), device=device))
     if where != "disk":
-        _unit_into(pool._features, device, 3)
-    born = torch.ones(args.pool, dtype=torch.int64)
-    state = {"born": born, "ids": torch.arange(args.pool), "clock": 1, "named": True,
-             "dim": args.dim, "features": pool._features}  # fmt: skip
+        return pool, 0.0
+    state = pool.state_dict()
+    del pool  # what is mapped would stay in the system's cache
+    read_s = _read_s(path)
+    print(f"plain reads of the file: {path.stat().st_size / read_s / 1e9:.2f} GB/s")
+    pool = tw.Pool(args.pool, args.dim, device=device, where=place, dtype=kind)
     pool.load_state_dict(state)
     return pool, read_s
-
-
-def _write(path: Path, args: argparse.Namespace, device: torch.device) -> None:
-    buffer = _memory(CHUNK, args.dim, device, True)
-    with path.open("wb") as file:
-        for start in range(0, args.pool, CHUNK):
-            part = _unit_into(buffer[: min(CHUNK, args.pool - start)], device, start)
-            file.write(part.view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _drop_cache(path: Path) -> None:
     """Let the system forget what it holds of a file."""
     if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
