@@ -142,6 +142,55 @@ def test_what_may_be_where():
         tw.clip_loss(a, a.to("meta"), device="cpu")
 
 
+@pytest.mark.parametrize("rows", [10, 40])
+def test_every_visit_gets_its_own_memo_back(rows, monkeypatch):
+    """Of one block too, where a memo has several lines, one for each rank's columns."""
+    make_small(monkeypatch.setattr)
+    made, met = [], []
+    reduce, differentiate = hosted.rounds.reduce, hosted.rounds.differentiate
+
+    def spy_reduce(pairs, plan):
+        made.append(torch.rand(3, 2))
+        return reduce(pairs, plan)._replace(memo=made[-1])
+
+    def spy_differentiate(pairs, plan, swept, *rest):
+        met.append(swept.memo)
+        return differentiate(pairs, plan, swept._replace(memo=swept.memo.new_empty(0)), *rest)
+
+    monkeypatch.setattr(hosted.rounds, "reduce", spy_reduce)
+    monkeypatch.setattr(hosted.rounds, "differentiate", spy_differentiate)
+    tw.clip_loss(unit(rows).requires_grad_(), unit(rows, 1)).backward()
+    assert len(made) == len(met) == (1 if rows == 10 else 9)
+    assert all(torch.equal(*pair) for pair in zip(made, met, strict=True))
+
+
+def columns_away(rank):
+    """Columns with positives in host memory, and a group."""
+    from tilewise.agreement import with_group
+    from tilewise.options import make_plan
+    from tilewise.pairs import make_pairs
+
+    how = {"group": torch.distributed.group.WORLD}
+    for positives, columns in (("aligned", False), (None, True)):
+        pairs = make_pairs(
+            unit(4), unit(4, 1), (1.0, None), positives=positives, ids=None, labels=None,
+            skip_self=False,
+        )  # fmt: skip
+        pairs = pairs._replace(cols=pairs.cols.to("meta"))
+        with pytest.raises(tw.OptionError, match="must be negatives only"):
+            with_group(make_plan(how, "logsumexp", columns, False), how, pairs)
+        with pytest.raises(tw.OptionError, match="rows of a rank must be on its device"):
+            with_group(
+                make_plan(how, "logsumexp", columns, False), how,
+                pairs._replace(rows=pairs.rows.to("meta")),
+            )  # fmt: skip
+    return True
+
+
+def test_columns_with_positives_stay_on_the_device_in_a_group():
+    assert ranks.run(columns_away, 1) == [True]
+
+
 def pooled(rank, world, sizes, small):
     """A pool of negatives, in parts on every rank, that goes round in blocks."""
     if small:

@@ -98,11 +98,8 @@ class Features:
 
     def finish(self) -> list[Tensor]:
         """All features, as leaves of the loss."""
-        if self.unlike and bool(torch.stack([x.any() for x in self.unlike]).any()):
-            raise OptionError(
-                "an output that is a single number must be the same for every micro-batch, such as "
-                "a scale; got one that is not: return what depends on samples with a row for each"
-            )
+        if self.host and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         whole = [
             (x if shared else x[:rows]).detach().requires_grad_(learns)
             for x, shared, rows, learns in zip(
@@ -112,6 +109,14 @@ class Features:
         self.buffers, parts = [], iter(whole)
         self.tree = map_tensors(lambda _: next(parts), self.tree)
         return whole
+
+    def check_shared(self) -> None:
+        """Raise if an output that all micro-batches share was not the same in all; waits for it."""
+        if self.unlike and bool(torch.stack([x.any() for x in self.unlike]).any()):
+            raise OptionError(
+                "an output that is a single number must be the same for every micro-batch, such as "
+                "a scale; got one that is not: return what depends on samples with a row for each"
+            )
 
     def probe(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Two numbers (n, 2) of every row that is trained: a product with something, its length."""

@@ -169,7 +169,6 @@ class _Run:
             if self.step.return_features:
                 self.found = map_tensors(Tensor.detach, args)
             del args
-            self._check_finite(loss)
             wanted = [x for own in leaves for x in own if x.requires_grad]
             known = {id(x) for x in wanted}
             parameters = [p for p in graph_leaves([loss]) if id(p) not in known]
@@ -179,6 +178,10 @@ class _Run:
             scaled = loss if self.step.scaler is None else self.step.scaler.scale(loss)
             with torch.autocast(loss.device.type, enabled=False):
                 grads = torch.autograd.grad(scaled, [*wanted, *parameters], allow_unused=True)
+            # Only now: meanwhile the device goes on.
+            self._check_finite(loss)
+            for each in self.features:
+                each.check_shared()
             by_leaf = dict(zip(map(id, wanted), grads, strict=False))
             for each, own in zip(self.features, leaves, strict=True):
                 each.grads, each.tree = [by_leaf.get(id(x)) for x in own], None

@@ -46,6 +46,7 @@ class Phases:
     def __init__(self, device: torch.device, progress: bool | None) -> None:
         self.device = device
         self.found: dict[str, Any] = {}
+        self.spans: dict[str, tuple[_Moment, _Moment]] = {}
         self.bar = _bar(progress)
         self.task: Any = None
 
@@ -71,12 +72,12 @@ class Phases:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        start_s = time.perf_counter()
+        start = _Moment(self.device)
         yield
         if cuda:
-            torch.cuda.synchronize(self.device)
+            # Memory is given out when work is asked for, not when it is done.
             self.found[f"{name}_peak_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
-        self.found[f"{name}_s"] = time.perf_counter() - start_s
+        self.spans[name] = start, _Moment(self.device)
 
     def advance(self, count: int = 1) -> None:
         """So many micro-batches more are done."""
@@ -84,8 +85,29 @@ class Phases:
             self.bar.advance(self.task, count)
 
     def metrics(self, **counts: Any) -> StepMetrics:
-        """All of it."""
-        return StepMetrics(**counts, **self.found)
+        """All of it, once the device is done."""
+        times: dict[str, Any] = {
+            f"{name}_s": end.since(start) for name, (start, end) in self.spans.items()
+        }
+        return StepMetrics(**counts, **self.found, **times)
+
+
+class _Moment:
+    """A moment of the host's time, or of a device's, for which the host does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.time_s = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def since(self, start: "_Moment") -> float:
+        """Seconds."""
+        if self.event is None or start.event is None:
+            return self.time_s - start.time_s
+        self.event.synchronize()
+        return float(start.event.elapsed_time(self.event)) / 1000.0
 
 
 def _bar(progress: bool | None) -> Any:

@@ -155,7 +155,8 @@ class Pushing:
         """How far features were off when they were computed again, at most; raises if by much."""
         if not self.differences:
             return 0.0
-        found = torch.stack([x.cpu() for x, _ in self.differences])
+        device = self.differences[0][0].device
+        found = torch.stack([x.to(device) for x, _ in self.differences]).cpu()
         bounds = torch.tensor([bound for _, bound in self.differences])
         worst = float(found[(found / bounds).argmax()])
         if not bool((found <= bounds).all()):
