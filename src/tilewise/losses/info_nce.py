@@ -130,6 +130,8 @@ def _hard_negatives(
             "negatives must be a tensor (K, D) shared by all queries or (N, H, D) for each its "
             f"own, got {got}"
         )
+    if negatives.shape[:1] == (0,) and negatives.dim() == 2 and how.get("group") is None:
+        return None  # a pool that holds nothing yet
     check_features("negatives", negatives, dims=negatives.dim(), empty=how.get("group") is not None)
     device = how.get("device") if negatives.dim() == 2 else None
     if negatives.dim() == 3:
