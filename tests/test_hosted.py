@@ -142,6 +142,22 @@ def test_what_may_be_where():
         tw.clip_loss(a, a.to("meta"), device="cpu")
 
 
+def test_pairs_by_place_are_not_reordered(monkeypatch):
+    """Few ids in common, and pairs (i, i) left out."""
+    ids = (torch.arange(50), torch.arange(50) + 45)
+
+    def loss(a, b, s, **how):
+        found = tw.reduce_pairs(
+            a, b.detach(), s, columns=False, positives=None, ids=ids, skip_self=True, **how
+        )
+        return (found.rows.values + found.rows.offset).sum() + 0 * b.sum()
+
+    wanted = step(loss)
+    make_small(monkeypatch.setattr)
+    for x, y in zip(step(loss), wanted, strict=True):
+        assert (x - y).norm() <= 1e-12 * max(1.0, float(y.norm()))
+
+
 @pytest.mark.parametrize("rows", [10, 40])
 def test_every_visit_gets_its_own_memo_back(rows, monkeypatch):
     """Of one block too, where a memo has several lines, one for each rank's columns."""

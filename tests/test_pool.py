@@ -122,7 +122,7 @@ def test_state(in_file, tmp_path):
         pool(3).load_state_dict(state)
     if in_file:
         for other in (pool(10), second, tw.Pool(10, D, dtype=torch.float64, where=tmp_path / "b")):
-            with pytest.raises(tw.OptionError, match="pool in a file after 2 puts"):
+            with pytest.raises(tw.OptionError, match="not as it was then"):
                 other.load_state_dict(state)
         with pytest.raises(tw.ShapeError, match="must hold a pool of"):
             tw.Pool(10, D, where=tmp_path / "pool")
@@ -130,6 +130,33 @@ def test_state(in_file, tmp_path):
         third = tw.Pool(12, D, dtype=torch.float64, where=tmp_path / "c")
         third.load_state_dict(state)
         assert torch.equal(third.features, held)
+
+
+def test_a_file_belongs_to_one_state(tmp_path, monkeypatch):
+    """Another pool's file with as many puts, an interrupted put, a file that is no pool."""
+    first, second = pool(4, tmp_path), tw.Pool(4, D, dtype=torch.float64, where=tmp_path / "other")
+    for each in (first, second):
+        each.put(unit(2), torch.arange(2))
+    state = first.state_dict()
+    with pytest.raises(tw.OptionError, match="not as it was then"):
+        second.load_state_dict(state)
+    monkeypatch.setattr(tw.Pool, "_places", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first.put(unit(2), torch.arange(2))
+    monkeypatch.undo()
+    first.load_state_dict(state)  # nothing was written
+    monkeypatch.setattr("secrets.token_hex", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first.put(unit(2, 1), torch.arange(2))
+    monkeypatch.undo()
+    with pytest.raises(tw.OptionError, match="not as it was then"):
+        pool(4, tmp_path).load_state_dict(state)
+    (tmp_path / "precious").write_bytes(b"data")
+    with pytest.raises(tw.DeviceError, match="is no pool"):
+        tw.Pool(4, D, where=tmp_path / "precious")
+    assert (tmp_path / "precious").read_bytes() == b"data"
+    with pytest.raises(tw.DeviceError, match="'device', 'host' or a path"):
+        tw.Pool(4, D, where="cpu")
 
 
 def test_a_put_that_is_refused_changes_nothing():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tilewise import groups, measure
 from tilewise.errors import OptionError
 from tilewise.featurebuffers import Features
-from tilewise.gradsync import Averager, averagers, forward_of, modules_of
+from tilewise.gradsync import Averager, forward_of, modules_of, noticing, within
 from tilewise.microbatches import Piece
 from tilewise.randomness import Dice
 from tilewise.trees import Tree, call, map_tensors, tensors
@@ -20,9 +20,6 @@ MIB = 2**20
 # Of free memory, for "auto": the rest is left to whoever else allocates.
 AUTO_SHARE = 0.9
 LOSS_BYTES = 256 * MIB  # of a loss at work
-# Graphs of an encoder that are measured. The first may hold copies that all share: what autocast
-# makes of the weights.
-MEASURED = 2
 
 
 class Towers:
@@ -42,8 +39,17 @@ class Towers:
 
     def find_owners(self) -> None:
         """Look for modules that average gradients: they may have been wrapped since last time."""
-        self.owners: list[list[Averager]] = averagers(self.encoders)
-        self.every_owner = list({id(o): o for owners in self.owners for o in owners}.values())
+        self.known: list[list[Averager] | None] = [within(encoder) for encoder in self.encoders]
+
+    @property
+    def owners(self) -> list[list[Averager]]:
+        """Those of each encoder, as far as is known."""
+        return [found or [] for found in self.known]
+
+    @property
+    def every_owner(self) -> list[Averager]:
+        """All of them, once."""
+        return list(dict.fromkeys(owner for found in self.owners for owner in found))
 
     def forward(self, slot: int, inputs: Tree, graph: bool, final: Sequence[Averager] = ()) -> Tree:
         """Features of some inputs; those in `final` average gradients in the backward of it."""
@@ -51,12 +57,26 @@ class Towers:
         if encoder is None:
             return map_tensors(Tensor.detach, inputs)
         try:
-            with torch.set_grad_enabled(graph), forward_of(self.owners[slot], final.__contains__):
+            with torch.set_grad_enabled(graph), self._told(slot, final):
                 return call(encoder, inputs)
         finally:
             # Without a graph autocast would remember weights that no gradient reaches.
             if not graph:
                 torch.clear_autocast_cache()
+
+    @contextmanager
+    def _told(self, slot: int, final: Sequence[Averager]) -> Iterator[None]:
+        """Those of an encoder average in `final` only; in a first forward one sees who they are."""
+        known = self.known[slot]
+        if known is not None:
+            with forward_of(known, final.__contains__):
+                yield
+            return
+        found = list[Averager]()
+        with noticing(found):
+            yield
+        same = {owner: owner for owner in self.every_owner}
+        self.known[slot] = [same.get(owner, owner) for owner in found]
 
 
 @dataclass(eq=False)
@@ -69,7 +89,6 @@ class Part:
     dice: Dice  # to run it again from
     probe: list[Tensor]  # a few numbers of its features, to be met again
     outputs: list[Tensor] = field(default_factory=list)  # with their graph, where it is kept
-    averages: list[Averager] = field(default_factory=list)  # told so in that graph's forward
 
 
 class Budget:
@@ -81,32 +100,39 @@ class Budget:
 
     def __init__(self, keep: float | str, device: torch.device, towers: Towers) -> None:
         self.device, self.auto = device, keep == "auto"
-        self.together = any(not owner.by_forward for owner in towers.every_owner)
+        self.towers = towers
         self.left = float(keep) * MIB if keep != "auto" else AUTO_SHARE * measure.free_bytes(device)
         if self.auto:
             self.left -= _missing_grad_bytes(towers.modules) + LOSS_BYTES
-        self.costs: dict[int, float] = {}
-        self.measured: dict[int, int] = {}
+        self.costs: dict[int, float] = {}  # of each encoder's last graph
+        self.largest = 0.0
 
     def allows(self, slot: int) -> bool:
-        """Whether one more graph of this encoder fits, as far as is known."""
+        """Whether one more graph of this encoder fits, if it is like the last."""
         return self.left > 0 and self.costs.get(slot, 0.0) <= self.left
 
     @contextmanager
     def measure(self, slot: int, graph: bool) -> Iterator[None]:
-        """Find out what the first graphs of an encoder take."""
-        if not graph or self.measured.get(slot, 0) == MEASURED:
+        """Find out what a graph takes. The first may hold what all share: autocast's copies."""
+        if not graph:
             yield
             return
         with measure.held_bytes(self.device) as held:
             yield
-        largest = max(self.costs.values(), default=0.0)
-        cost = -groups.least(-held.bytes) if self.together else held.bytes
-        self.costs[slot] = min(cost, self.costs.get(slot, cost))
-        self.measured[slot] = self.measured.get(slot, 0) + 1
-        if self.auto and self.measured[slot] == 1:
-            # One is run again while others are kept, and its backward takes about as much.
-            self.left -= 2 * max(0.0, cost - largest)
+        self.costs[slot] = held.bytes
+
+    def settle(self, slot: int) -> None:
+        """Agree on what was measured; leave room for one such graph and its backward."""
+        if self.together:
+            self.costs[slot] = -groups.least(-self.costs[slot])
+        if self.auto:
+            self.left -= 2 * max(0.0, self.costs[slot] - self.largest)
+        self.largest = max(self.largest, self.costs[slot])
+
+    @property
+    def together(self) -> bool:
+        """Whether some module talks to other ranks in every forward."""
+        return any(not owner.by_forward for owner in self.towers.every_owner)
 
     def reserve(self, feature_bytes: int) -> None:
         """Leave room for the loss: features, gradients and their sums."""
@@ -142,27 +168,22 @@ class Embedding:
         slot, features = piece.slot, self.features[piece.slot]
         # The first one of an encoder tells whether it is trained, and what its graph takes.
         first = not features.buffers
-        keep = features.trained and self.budget.allows(slot)
-        averages = [o for o in self.towers.owners[slot] if keep and self._may_end(o, piece)]
+        # DDP averages in the backward of a forward that was told so: the last one is run again.
+        ends = piece.last and any(owner.by_forward for owner in self.towers.owners[slot])
+        keep = features.trained and self.budget.allows(slot) and not ends
         dice, graph = Dice(), first or keep
         with self.budget.measure(slot, graph):
-            out = self.towers.forward(slot, inputs, graph, averages)
+            out = self.towers.forward(slot, inputs, graph)
         spans = features.add(self.towers.names[slot], out, graph)
+        if graph:
+            self.budget.settle(slot)
         if first:
             self.budget.reserve(sum(x.numel() * x.element_size() for x in features.buffers))
         part = Part(slot, len(self.parts), spans, dice, features.probe(tensors(out)))
         self.parts.append(part)
-        if features.trained and keep and (self.budget.take(slot) or averages):
-            part.outputs, part.averages = tensors(out), averages
+        if features.trained and keep and self.budget.take(slot):
+            part.outputs = tensors(out)
         return out
-
-    def _may_end(self, owner: Averager, piece: Piece) -> bool:
-        """Whether a module's last backward may be of this piece, all before it being kept."""
-        later = any(owner in owners for owners in self.towers.owners[piece.slot + 1 :])
-        earlier = (part for part in self.parts if owner in self.towers.owners[part.slot])
-        kept = all(part.outputs or not self.features[part.slot].trained for part in earlier)
-        apart = owner.one_by_one or not owner.by_forward
-        return piece.last and not apart and not later and kept
 
 
 def listed(encoders: Any) -> tuple[list[Any], list[str] | None]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from tilewise.errors import DtypeError, OptionError, ShapeError
 from tilewise.trees import Tree, leaves, map_tensors, tensors
 
-# An output that all micro-batches share may be rounded otherwise with a graph than without.
-SAME = 1e-3
+# How many units in the last place an output that all micro-batches share may be off.
+SAME = 8
 
 
 class Features:
@@ -77,7 +77,8 @@ class Features:
 
     def _store(self, i: int, x: Tensor) -> slice | None:
         if self.shared[i]:
-            self.unlike.append((x - self.buffers[i]).abs() > SAME * self.buffers[i].abs())
+            bound = SAME * (torch.finfo(x.dtype).eps if x.is_floating_point() else 0)
+            self.unlike.append((x - self.buffers[i]).abs() > bound * self.buffers[i].abs())
             return None
         start, stop = self.rows[i], self.rows[i] + len(x)
         if stop > len(self.buffers[i]):

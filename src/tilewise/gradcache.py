@@ -6,7 +6,7 @@ once; run the others again with a graph and the same randomness, and push the gr
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from tilewise.ahead import Ahead, Make
 from tilewise.embedding import Budget, Embedding, Towers, listed
 from tilewise.errors import DeviceError, GradError, OptionError, ShapeError, StepError
 from tilewise.featurebuffers import Features
+from tilewise.gradsync import Averager, noticing
 from tilewise.microbatches import Batch, Piece, Splitter, make_batch
 from tilewise.pairs import check_choice, check_number
 from tilewise.phases import Phases, StepMetrics
@@ -102,6 +103,8 @@ class CachedStep:
             raise GradError("a step computes gradients, got torch.no_grad(); call it outside")
         if not self.batch_norm:
             _refuse_batch_norm(self.towers.modules)
+        parameters = (p for module in self.towers.modules for p in module.parameters())
+        _refuse_hooks(parameters, "_post_accumulate_grad_hooks", "see a part of a gradient")
         batch = make_batch(inputs, len(self.towers), self.micro_batch, self.split)
         device = self.device or _device_of(self.towers.modules, inputs)
         with Phases(device, self.progress) as phases:
@@ -135,6 +138,7 @@ class _Run:
         self.undo = _Undo(p for module in self.towers.modules for p in module.parameters())
         self.pushing: Pushing | None = None
         self.found: Tree = None
+        self.in_loss: list[Averager] = []
         self.where = "the batch"
 
     def all(self, options: dict[str, Any]) -> StepResult:
@@ -164,8 +168,10 @@ class _Run:
         with self.phases.phase("loss"):
             leaves = [each.finish() for each in self.features]
             args = self.step.arranged([each.tree for each in self.features])
-            loss = call(partial(self.step.loss, **options), args)
+            with noticing(self.in_loss) if groups.is_initialized() else nullcontext():
+                loss = call(partial(self.step.loss, **options), args)
             _check_loss(loss)
+            _check_in_loss(self.in_loss)
             if self.step.return_features:
                 self.found = map_tensors(Tensor.detach, args)
             del args
@@ -174,6 +180,7 @@ class _Run:
             parameters = [p for p in graph_leaves([loss]) if id(p) not in known]
             for owner in self.towers.every_owner:
                 owner.check_owns(parameters)
+            _refuse_hooks(parameters, "_backward_hooks", "run twice on a parameter of the loss")
             self.undo.watch(parameters)
             scaled = loss if self.step.scaler is None else self.step.scaler.scale(loss)
             with torch.autocast(loss.device.type, enabled=False):
@@ -192,19 +199,19 @@ class _Run:
         """Raise on all ranks alike: where gradients are averaged, one must not wait for another."""
         bad = (~torch.isfinite(loss.detach())).float()
         # Those that do not tell their ranks are taken for parts of the whole world.
-        owned = [o.group or groups.world() for o in self.towers.every_owner]
-        shared = {id(group): group for group in owned}
-        for group in shared.values():
-            bad = groups.add_up(bad, group)
+        owners = {o.group or groups.world(): o for o in self.towers.every_owner}
+        for group, owner in owners.items():
+            bad = groups.add_up(bad.to(owner.trained[0].device), group)
         if float(bad):
-            others = f", and {int(bad)} ranks have one that is not" if shared else ""
+            ranks = " on this rank, and on some rank one that is not" if owners else ""
             raise OptionError(
-                f"the loss must be finite, got {float(loss.detach())}{others}; look for features "
+                f"the loss must be finite, got {float(loss.detach())}{ranks}; look for features "
                 "that are not, lower the learning rate, or clamp the scale"
             )
 
     def _push(self, parameters: list[Root]) -> dict[str, Any]:
         self.pushing = pushing = Pushing(self.towers, self.features, self.embedding.parts)
+        pushing.in_loss = self.in_loss
         kept, total = len(pushing.kept), len(pushing.trained)
         self.where, self.undo.touched = "the backward", True
         with self.phases.phase("replay", total), keep_statistics(self.towers.modules):
@@ -308,6 +315,22 @@ def _refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
             f"{type(norms[0]).__name__} in train mode takes the statistics of a micro-batch, and "
             "takes them twice: no longer those of the batch. Call .eval() on it, use LayerNorm or "
             "GroupNorm, or pass batch_norm=True to accept statistics of micro-batches, counted once"
+        )
+
+
+def _refuse_hooks(parameters: Iterable[Tensor], kind: str, what: str) -> None:
+    if any(getattr(p, kind, None) for p in parameters):
+        raise OptionError(
+            f"a hook on a gradient would {what} in a cached step, got a parameter with one; take "
+            "it off, and do its work on .grad after the step"
+        )
+
+
+def _check_in_loss(owners: Sequence[Averager]) -> None:
+    if any(not owner.by_forward for owner in owners):
+        raise OptionError(
+            "the loss must not run a module that fully_shard has sharded, whose gradients would be "
+            "lost; run it at the end of an encoder"
         )
 
 

@@ -1,5 +1,6 @@
 """When gradients are averaged over ranks: once a step, by DDP or FSDP2 themselves."""
 
+import dis
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,7 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from tilewise import groups
 from tilewise.errors import OptionError
+
+MOST_PARTS = 64  # of a container in which modules are looked for
 
 
 def modules_of(encoder: Any, depth: int = 4) -> list[nn.Module]:
@@ -30,16 +34,23 @@ def _parts_of(encoder: Any) -> Iterator[Any]:
     elif isinstance(encoder, types.MethodType):
         yield from (encoder.__self__, encoder.__func__)
     elif isinstance(encoder, types.FunctionType):
-        names, known = encoder.__code__.co_names, encoder.__globals__
-        yield from (known[name] for name in names if name in known)
+        known = encoder.__globals__
+        yield from (known[name] for name in _globals_of(encoder.__code__) if name in known)
         yield from (cell.cell_contents for cell in encoder.__closure__ or () if _is_filled(cell))
         yield from (*(encoder.__defaults__ or ()), *(encoder.__kwdefaults__ or {}).values())
-    elif isinstance(encoder, (list, tuple)):
-        yield from encoder
-    elif isinstance(encoder, dict):
-        yield from encoder.values()
+    elif isinstance(encoder, (list, tuple, dict)):
+        parts = encoder.values() if isinstance(encoder, dict) else encoder
+        yield from parts if len(encoder) <= MOST_PARTS else ()
     else:
         yield from getattr(encoder, "__dict__", {}).values()
+        yield getattr(type(encoder), "__call__", None)  # noqa: B004 - what it does, not whether
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """Names that a function, or one inside of it, takes from its globals."""
+    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return names.union(*map(_globals_of, inner))
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -52,25 +63,35 @@ def _is_filled(cell: types.CellType) -> bool:
 class Averager:
     """A module that averages its gradients over ranks in its backward, unless it is told not to.
 
-    DDP decides when the forward is run, FSDP2 when the backward is.
+    DDP decides when the forward is run, FSDP2 when the backward is. Of one module all are equal.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
         self.by_forward = hasattr(module, "no_sync")
-        # A DDP that looks for unused parameters looks at one forward: that must be of one part.
-        self.one_by_one = bool(getattr(module, "find_unused_parameters", False))
         if getattr(module, "static_graph", False):
             raise OptionError(
                 "a DDP module with static_graph=True expects every backward to be averaged, and a "
                 "cached step averages the last; build it without that option"
             )
         self.parameters = {id(p): name for name, p in module.named_parameters()}
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Averager) and self.module is other.module
+
+    def __hash__(self) -> int:
+        return id(self.module)
 
     @property
     def group(self) -> Any:
         """The ranks, where it tells them."""
         return getattr(self.module, "process_group", None)
+
+    @property
+    def looks_for_unused(self) -> bool:
+        """Whether DDP finds out by itself which parameters a forward does not use."""
+        return bool(getattr(self.module, "find_unused_parameters", False))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -89,7 +110,7 @@ class Averager:
 
     def check_owns(self, parameters: Iterable[Any]) -> None:
         """Raise if the loss uses a parameter in a way that the module would not average."""
-        if not self.one_by_one:
+        if not self.looks_for_unused:
             return
         names = [self.parameters[id(p)] for p in parameters if id(p) in self.parameters]
         if names:
@@ -100,21 +121,35 @@ class Averager:
             )
 
 
-def averagers(encoders: Sequence[Any]) -> list[list[Averager]]:
-    """Those of each encoder; a module in several of them has one."""
-    known: dict[int, Averager] = {}
-
-    def find(module: nn.Module) -> Iterator[Averager]:
-        if _averages(module):
-            yield known.setdefault(id(module), Averager(module))
-            return
-        for child in module.children():
-            yield from find(child)
-
-    return [[a for module in modules_of(encoder) for a in find(module)] for encoder in encoders]
+def within(encoder: Any) -> list[Averager] | None:
+    """Those of an encoder: none, or itself; None where one must see which of them it runs."""
+    if not isinstance(encoder, nn.Module):
+        return None if groups.is_initialized() else []
+    if averages(encoder):
+        return [Averager(encoder)]
+    return None if any(map(averages, encoder.modules())) else []
 
 
-def _averages(module: Any) -> bool:
+@contextmanager
+def noticing(found: list[Averager]) -> Iterator[None]:
+    """Find the modules that average and are run inside; they are told not to."""
+    with ExitStack() as stack:
+
+        def note(module: nn.Module, _: Any) -> None:
+            inner = (part for owner in found for part in owner.module.modules())
+            if averages(module) and all(module is not part for part in inner):
+                found.append(Averager(module))
+                stack.enter_context(found[-1].quiet())
+
+        handle = nn.modules.module.register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def averages(module: Any) -> bool:
+    """Whether a module averages gradients over ranks: DDP, or FSDP2."""
     ddp = hasattr(module, "no_sync") and hasattr(module, "require_backward_grad_sync")
     return ddp or hasattr(module, "set_requires_gradient_sync")
 

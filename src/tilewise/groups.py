@@ -63,6 +63,11 @@ def world_size(group: Group | None) -> int:
     return 1 if group is None else dist.get_world_size(_process_group(group))
 
 
+def is_initialized() -> bool:
+    """Whether there are ranks at all."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def world() -> Group:
     """All ranks."""
     return _process_group(dist.group.WORLD)
@@ -89,6 +94,11 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
     )
     watched(whole, names, lambda: dist.all_reduce(number, group=whole))
     return number
+
+
+def average(number: Tensor, group: Group) -> Tensor:
+    """A tensor averaged over the ranks of a group; without gradient."""
+    return add_up(number, group) / world_size(group)
 
 
 def least(number: float) -> float:

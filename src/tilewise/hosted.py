@@ -233,7 +233,8 @@ class _Shared:
     def __init__(self, blocks: Blocks) -> None:
         pairs = blocks.pairs
         self.mask, self.counts = None, dict[int, int]()
-        if pairs.kind == "none" and not blocks.plan.group and pairs.row_ids is not None:
+        by_place = pairs.kind != "none" or pairs.skip_self
+        if pairs.row_ids is not None and not by_place and not blocks.plan.group:
             assert pairs.col_ids is not None
             self.mask = torch.isin(pairs.col_ids, pairs.row_ids)
             found = torch.stack([self.mask[col].sum() for col in blocks.cols]).tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.ahead import Make
 from tilewise.errors import OptionError, ShapeError
 from tilewise.tiles import spans
-from tilewise.trees import Tree, is_sliceable, length, take, tensors
+from tilewise.trees import Tree, is_sliceable, leaves, length, take
 
 Splitter = Callable[[Any, int], Sequence[Tree]]  # (inputs, micro-batch) -> micro-batches
 
@@ -78,17 +78,22 @@ class Stream:
     def read(self) -> Iterator[Piece]:
         dice = torch.Generator().manual_seed(self.seed).get_state()
         items, dice = _apart(lambda: iter(_opened(self.source)), dice)
-        item, dice = _apart(lambda: next(items, None), dice)
-        while item is not None:
-            following, dice = _apart(lambda: next(items, None), dice)
-            _check_apart(item, following)
+        item, dice = _apart(lambda: next(items, _END), dice)
+        places = _Places()
+        while item is not _END:
+            places.check(item)
+            following, dice = _apart(lambda: next(items, _END), dice)
             for slot, inputs in enumerate(self._parts(item)):
-                yield Piece(slot, partial(_same, inputs), following is None)
+                yield Piece(slot, partial(take, inputs, slice(None)), following is _END)
             item = following
 
     def _parts(self, item: Tree) -> tuple[Tree, ...]:
+        if item is None:
+            raise ShapeError("a micro-batch of the iterator must hold samples, got None; skip it")
         if self.slots == 1:
-            return (item,)
+            # What a DataLoader makes of several tensors is a list.
+            several = isinstance(item, list) and all(isinstance(x, Tensor) for x in item)
+            return (tuple(item) if several else item,)
         if not isinstance(item, (tuple, list)) or len(item) != self.slots:
             got = f"{len(item)} entries" if isinstance(item, (tuple, list)) else type(item).__name__
             raise ShapeError(
@@ -98,14 +103,38 @@ class Stream:
         return tuple(item)
 
 
-def _check_apart(item: Tree, following: Tree) -> None:
-    """The next micro-batch is read while this one is at work."""
-    places = {x.data_ptr() for x in tensors(item) if x.numel()}
-    if any(x.data_ptr() in places for x in tensors(following) if x.numel()):
-        raise OptionError(
-            "micro-batches of an iterable must have memory of their own, got two in the same: the "
-            "next is read ahead; clone what is yielded"
-        )
+_END = object()
+
+
+class _Places:
+    """Where the last micro-batches lie: the next two are read while one is at work."""
+
+    def __init__(self) -> None:
+        self.last: list[dict[int, tuple[Any, object]]] = []
+
+    def check(self, item: Tree) -> None:
+        """Raise if it lies where another did; a tensor that did not change may come again."""
+        here = {_address(x): (x, _state(x)) for x in leaves(item) if _address(x)}
+        for place, (_, state) in here.items():
+            if any(place in other and other[place][1] != state for other in self.last):
+                raise OptionError(
+                    "micro-batches of an iterable must have memory of their own, got two in the "
+                    "same: the next are read ahead; clone what is yielded"
+                )
+        self.last = [*self.last[-2:], here]
+
+
+def _state(x: Any) -> object:
+    """Equal while a tensor's memory is not written to; of an array nobody knows."""
+    return (x.untyped_storage()._cdata, x._version) if isinstance(x, Tensor) else object()
+
+
+def _address(x: Any) -> int:
+    """Where a tensor or an array lies; 0 for nothing."""
+    if isinstance(x, Tensor):
+        return x.data_ptr() if x.numel() else 0
+    found = getattr(x, "__array_interface__", None)
+    return int(found["data"][0]) if found and getattr(x, "size", 0) else 0
 
 
 def _same(tree: Tree) -> Tree:

@@ -20,7 +20,7 @@ class StepMetrics:
     samples: int  # rows of the largest encoder's features
     kept: int  # micro-batches whose graph was kept
     replayed: int  # that were run twice
-    replay_difference: float  # how far their features were off then, over the largest of a row
+    replay_difference: float  # how far their features were off then, over the length of a row
     embed_s: float = 0.0
     loss_s: float = 0.0
     replay_s: float = 0.0

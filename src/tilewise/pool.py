@@ -5,6 +5,7 @@ further columns: the data that a loss sees is no longer bounded by the data that
 """
 
 import json
+import secrets
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -66,7 +67,7 @@ class Pool:
         self.device = torch.empty(0, device=device).device
         self._features = _memory(size, dim, dtype, where, self.device)
         self.path = None if where in ("device", "host") else Path(where)
-        known = {key: x for key, x in self._noted().items() if key != "clock"}
+        known = {key: x for key, x in self._noted().items() if key != "token"}
         if known not in ({}, _facts(self._features)):
             raise ShapeError(
                 f"the file {self.path} must hold a pool of {_facts(self._features)}, got {known}; "
@@ -75,6 +76,7 @@ class Pool:
         # Of every place: when it was filled, and by which sample.
         self._born, self._ids = torch.zeros(2, size, dtype=torch.int64, device=self.device)
         self._count, self._clock = 0, 0
+        self._token = ""
         self._named: bool | None = None  # whether samples have ids, once that is known
 
     def __len__(self) -> int:
@@ -133,13 +135,14 @@ class Pool:
         features = features[-self.size :]
         ids = None if ids is None else ids[-self.size :]
         places = self._places(len(features), ids)
+        self._note("")  # until all is there, a file belongs to no state
         self._features[places.to(self._features.device)] = features.detach().to(
             self._features.device, self._features.dtype
         )
         self._born[places] = self._clock
         if ids is not None:
             self._ids[places] = ids
-        self._note()
+        self._note(secrets.token_hex(8))
 
     def _places(self, count: int, ids: Tensor | None) -> Tensor:
         """Where samples go (count,): over their older selves, where there is room, over the oldest.
@@ -177,7 +180,8 @@ class Pool:
         if self.path is None:
             parts["features"] = self._features
         held = {name: x[: self._count].cpu().clone() for name, x in parts.items()}
-        return {**held, "dim": self.dim, "clock": self._clock, "named": self._named}
+        facts = {"dim": self.dim, "clock": self._clock, "named": self._named}
+        return {**held, **facts, "token": self._token}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the state of a pool that was no larger.
@@ -190,23 +194,27 @@ class Pool:
                 f"the state must fit a pool of {self.size} x {self.dim}, got {count} x {dim}"
             )
         if "features" in state:
+            self._note("")
             self._features[:count] = state["features"].to(self._features)
-        elif self._noted().get("clock") != state["clock"]:
+        elif not state["token"] or self._noted().get("token") != state["token"]:
             raise OptionError(
-                f"the state is of a pool in a file after {state['clock']} puts, and the features "
-                f"are not in it; got {self.path or 'no file'} after {self._noted().get('clock')}"
+                "the state is of a pool in a file, and the features are not in it; got "
+                f"{self.path or 'no file'}, which is not as it was then: put to since, "
+                "interrupted, or another file"
             )
         self._count, self._clock, self._named = count, state["clock"], state["named"]
         self._born[:count], self._ids[:count] = (
             state[name].to(self.device) for name in ("born", "ids")
         )
-        self._note()
+        self._note(state["token"] if "features" not in state else secrets.token_hex(8))
 
-    def _note(self) -> None:
-        """Write down beside a file what is in it."""
+    def _note(self, token: str) -> None:
+        """Write down beside a file what is in it, by a token that every change makes anew."""
+        self._token = token
         if self.path is not None:
-            facts = {"clock": self._clock, **_facts(self._features)}
-            _beside(self.path).write_text(json.dumps(facts))
+            new = _beside(self.path).with_suffix(".new")
+            new.write_text(json.dumps({"token": token, **_facts(self._features)}))
+            new.replace(_beside(self.path))
 
     def _noted(self) -> dict[str, Any]:
         """What was written down beside the file."""
@@ -232,8 +240,12 @@ def _memory(
     if where == "host":
         return torch.zeros(size, dim, dtype=dtype, pin_memory=device.type == "cuda")
     path = Path(where)
-    if not path.parent.is_dir():
+    if not path.parent.is_dir() or where in ("cpu", "cuda", "disk"):
         raise DeviceError(f"where must be 'device', 'host' or a path in a folder, got {where!r}")
+    if path.exists() and path.stat().st_size and not _beside(path).exists():
+        raise DeviceError(
+            f"the file {path} is there and is no pool: nothing beside it says so; name another"
+        )
     mapped = torch.from_file(str(path), shared=True, size=size * dim, dtype=dtype)
     return mapped.view(size, dim)
 

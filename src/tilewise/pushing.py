@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tilewise import groups
 from tilewise.embedding import Part, Towers
 from tilewise.errors import OptionError, ShapeError
 from tilewise.featurebuffers import Features
@@ -24,78 +25,61 @@ Watch = Callable[[Iterable[Tensor]], None]
 
 
 class Pushing:
-    """Backward of all parts that are trained, of graphs that were kept or are made again.
+    """Backward of all parts that are trained: of graphs that were kept, then of those made again.
 
-    A module averages its gradients over ranks in its last backward, and modules do so in the same
-    order on every rank, whatever was kept there: that of their last encoders. A module whose parts
-    are all kept is differentiated in one backward, since DDP is told in a forward that its backward
-    is the last. An output that all parts of an encoder share gets its gradient with the last.
+    A module averages its gradients over ranks in its last backward. DDP is told so in the forward,
+    so that its last part is always run again, and modules average in the same order on every rank,
+    whatever was kept there. An output that all parts of an encoder share gets its gradient once.
     """
 
     def __init__(self, towers: Towers, features: list[Features], parts: list[Part]) -> None:
         self.towers, self.features, self.parts = towers, features, parts
+        self.owners, self.every_owner = towers.owners, towers.every_owner
         self.trained = [part for part in parts if self._is_trained(part.slot)]
-        self.last_of_slot = {part.slot: part for part in self.trained}
-        self.final: dict[Averager, Part] = {}
-        for part in self.trained:
-            self.final.update(dict.fromkeys(towers.owners[part.slot], part))
-        for owner, part in self.final.items():
-            if owner.by_forward and not self._ends(owner, part):
+        last_by_owner = {o: part for part in self.trained for o in self.owners[part.slot]}
+        for owner, part in last_by_owner.items():
+            if owner.by_forward:
                 part.outputs = []
         self.kept = [part for part in self.trained if part.outputs]
         self.again = [part for part in self.trained if not part.outputs]
+        order = self.kept + self.again
+        self.last_of_slot = {part.slot: part for part in order}
+        self.final = {o: part for part in order for o in self.owners[part.slot]}
         self.owed: list[Root] = []
-        self.averaged: set[Averager] = set()
+        self.in_loss: list[Averager] = []  # modules that the loss ran
         self.current: Part | None = None  # the one that is run again
         self.differences: list[tuple[Tensor, float]] = []
 
     def _is_trained(self, slot: int) -> bool:
         """Whether some output has a gradient; DDP and FSDP2 want one of everything, be it 0."""
         features = self.features[slot]
-        if self.towers.owners[slot] and any(features.learns):
+        if self.owners[slot] and any(features.learns):
             return True
         return any(grad is not None for grad in features.grads)
-
-    def _ends(self, owner: Averager, last: Part) -> bool:
-        """Whether the backward of what was kept will average a module's gradients."""
-        own = (part for part in self.trained if owner in self.towers.owners[part.slot])
-        return owner in last.averages and all(part.outputs for part in own)
 
     def push(
         self, parameters: list[Root], feed: Feed, pieces: Iterator[Piece], watch: Watch
     ) -> Iterator[Part]:
         """Everything, with the loss's own parameters; yields parts when they are done."""
         self.owed = parameters
-        for owner in self.towers.every_owner:
+        for owner in self.every_owner:
             owner.set_average(False)
-        whole = {o for o, part in self.final.items() if o.by_forward and part.outputs}
-        alone = [p for p in self.kept if not whole.intersection(self.towers.owners[p.slot])]
-        for part in alone:
-            yield from self._push_kept([part])
-        yield from self._push_whole(whole)
-        for part in self._run_again(feed, pieces, watch):
+        for part in self.kept:
+            outputs, part.outputs = part.outputs, []
+            self._backward(part, self._roots(part, outputs))
+            del outputs
             yield part
-            yield from self._push_whole(whole)
-        self._backward([], [])
+        yield from self._run_again(feed, pieces, watch)
+        self._push_owed()
 
-    def _push_whole(self, whole: set[Averager]) -> Iterator[Part]:
-        """Modules that were kept as a whole, once all those before them have averaged."""
-        for owner in sorted(self.final, key=lambda o: self.final[o].index):
-            if owner in self.averaged:
-                continue
-            if owner not in whole:
-                return
-            yield from self._push_kept(
-                [part for part in self.kept if owner in self.towers.owners[part.slot]]
-            )
-
-    def _push_kept(self, parts: list[Part]) -> Iterator[Part]:
-        parts = [part for part in parts if part.outputs]
-        roots = [root for part in parts for root in self._roots(part, part.outputs)]
-        for part in parts:
-            part.outputs = []
-        self._backward(parts, roots)
-        yield from parts
+    def _push_owed(self) -> None:
+        """Parameters of the loss that no module's last backward took along."""
+        for p, d in self.owed:
+            owners = [*self.every_owner, *self.in_loss]
+            owner = next((o for o in owners if id(p) in o.parameters), None)
+            # A module of which nothing else is trained here averages nothing by itself.
+            shared = d if owner is None else groups.average(d, owner.group or groups.world())
+            torch.autograd.backward([p], [shared])
 
     def _run_again(self, feed: Feed, pieces: Iterator[Piece], watch: Watch) -> Iterator[Part]:
         if not self.again:
@@ -110,7 +94,7 @@ class Pushing:
 
         for _, inputs in feed(chosen()):
             self.current = part = coming.pop(0)
-            final = [o for o in self.towers.owners[part.slot] if self.final[o] is part]
+            final = [o for o in self.owners[part.slot] if self.final[o] is part]
             with replayed(part.dice):
                 out = self.towers.forward(part.slot, inputs, True, final)
             outputs = tensors(out)
@@ -118,7 +102,7 @@ class Pushing:
             roots = self._roots(part, outputs)
             self._compare(part, outputs)
             del out, outputs, inputs
-            self._backward([part], roots)
+            self._backward(part, roots)
             self.current = None
             yield part
 
@@ -134,7 +118,7 @@ class Pushing:
             )
         last = self.last_of_slot[part.slot] is part
         for x, span, grad in zip(outputs, part.spans, features.grads, strict=True):
-            if grad is None and x.requires_grad and self.towers.owners[part.slot]:
+            if grad is None and x.requires_grad and self.owners[part.slot]:
                 roots.append((x, torch.zeros_like(x)))
             elif grad is not None and (span is not None or last):
                 share = grad if span is None else grad[span]
@@ -164,31 +148,36 @@ class Pushing:
                 f"features must be the same when a micro-batch is run again, got some that differ "
                 f"by {worst:.1%} of their length: other samples, or random numbers that torch's "
                 "own generators did not draw (numpy, Python, a compiled encoder past its recompile "
-                "limit); make them repeatable, or keep all graphs with keep=float('inf')"
+                "limit), or an encoder that computes otherwise without a graph; make them "
+                "repeatable, or keep all graphs with keep=float('inf')"
             )
         return worst
 
-    def _backward(self, parts: Sequence[Part], roots: list[Root]) -> None:
-        """Push gradients through, and those of a module's parameters that the loss itself uses.
-
-        Without parts: of parameters that belong to none.
-        """
-        final = [owner for owner, part in self.final.items() if part in parts]
+    def _backward(self, part: Part, roots: list[Root]) -> None:
+        """Push gradients through, and those of a module's parameters that the loss itself uses."""
+        final = [owner for owner, last in self.final.items() if last is part]
         for owner in final:
             owner.set_average(True)
-        now = [root for root in self.owed if self._is_due(root[0], final, parts)]
-        self.owed = [root for root in self.owed if all(root is not each for each in now)]
-        roots = roots + now
+            due = [root for root in self.owed if id(root[0]) in owner.parameters]
+            self.owed = [root for root in self.owed if id(root[0]) not in owner.parameters]
+            roots = roots + due
+            roots = roots + _untouched(owner, roots)
         if roots:
             with torch.autocast(roots[0][0].device.type, enabled=False):
                 torch.autograd.backward([x for x, _ in roots], [d for _, d in roots])
         for owner in final:
             owner.set_average(False)
-        self.averaged.update(final)
 
-    def _is_due(self, p: Tensor, final: list[Averager], parts: Sequence[Part]) -> bool:
-        owner = next((o for o in self.final if id(p) in o.parameters), None)
-        return not parts if owner is None else owner in final
+
+def _untouched(owner: Averager, roots: Sequence[Root]) -> list[Root]:
+    """Parameters of DDP that its last backward does not reach, since other parts used them.
+
+    It waits for a gradient of everything.
+    """
+    if not owner.by_forward or owner.looks_for_unused:
+        return []
+    reached = {id(p) for p in graph_leaves([x for x, _ in roots])}
+    return [(p, torch.zeros_like(p)) for p in owner.trained if id(p) not in reached]
 
 
 def _bound(outputs: Sequence[Tensor]) -> float:

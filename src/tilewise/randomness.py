@@ -34,8 +34,10 @@ def replayed(dice: Dice) -> Iterator[None]:
 
 @contextmanager
 def keep_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave running statistics of BatchNorm as they are: those of each batch are counted once."""
-    buffers = [x for norm in training_norms(modules) for x in norm.buffers()]
+    """Leave running statistics as they are: those of each micro-batch are counted once."""
+    norms = nn.modules.batchnorm._NormBase  # InstanceNorm may track them too
+    found = (part for module in modules for part in module.modules() if isinstance(part, norms))
+    buffers = [x for norm in found if norm.training for x in norm.buffers()]
     copies = [x.clone() for x in buffers]
     try:
         yield
