@@ -626,6 +626,20 @@ def test_what_an_iterable_may_give():
         step_on(tower, lambda: iter([x[:4], None, x[4:]]))
 
 
+def test_leaves_of_equal_graphs_come_in_the_same_order():
+    """Ranks average them one after the other."""
+    from tilewise.randomness import graph_leaves
+
+    orders = set()
+    for _ in range(20):
+        leaves = [torch.zeros((), requires_grad=True) for _ in range(30)]
+        total = sum(x.exp() * y for x, y in zip(leaves, leaves[::-1], strict=True))
+        places = {id(x): i for i, x in enumerate(leaves)}
+        orders.add(tuple(places[id(x)] for x in graph_leaves([total])))
+    assert len(orders) == 1
+    assert len(orders.pop()) == 30
+
+
 def test_hooks_that_would_see_parts():
     encoders, inputs, loss, parameters = make("two")
     handle = parameters[0].register_hook(lambda g: g * 0.5)

@@ -54,7 +54,10 @@ def training_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that gradients of `outputs` will be added to, as far as the graph shows them."""
+    """The leaves that gradients of `outputs` will be added to, as far as the graph shows them.
+
+    Of equal graphs in the same order.
+    """
     todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
     found = {id(x): x for x in outputs if x.is_leaf and x.requires_grad}
     seen = set(todo)
@@ -63,7 +66,8 @@ def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             found[id(leaf)] = leaf
-        new = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= new
+        # In an order that all ranks share, who may talk about each of them.
+        new = [n for n, _ in dict.fromkeys(node.next_functions) if n not in seen and n is not None]
+        seen.update(new)
         todo += new
     return list(found.values())
