@@ -407,6 +407,25 @@ def test_autocast(keep):
     close(*found, 2e-2)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_autocast_remembers_no_weights_without_a_graph(before):
+    """Neither those of a layer that the first micro-batch skips, nor of a forward before."""
+    torch.manual_seed(2)
+    model, x = Skips().float().eval(), data(dtype=torch.float32)
+    x[:4, 0, 0], x[4:, 0, 0] = -1.0, 1.0
+    with torch.autocast("cpu", torch.bfloat16):
+        sup_con(torch.cat([model(part) for part in x.split(4)])).backward()
+    wanted = grads_of(model.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        if before:
+            with torch.no_grad():
+                model(x)
+        tw.CachedStep(model, sup_con, micro_batch=4, keep=0)(x)
+    found = grads_of(model.parameters())
+    assert all(g is not None for g in found)
+    close(found, wanted, 3e-2)
+
+
 def test_grad_scaler_skips_an_overflow():
     encoders, inputs, loss, parameters = make("two", torch.float32)
     torch.manual_seed(7)
@@ -1014,7 +1033,7 @@ class Sides(nn.Module):
         return getattr(self, side)(x)
 
 
-def ddp_half_frozen(rank, keep, closure):
+def ddp_half_frozen(rank, keep, closure, micro_batch=2):
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(2)
@@ -1028,7 +1047,7 @@ def ddp_half_frozen(rank, keep, closure):
         encoders = [lambda x: wrapped(x, "image"), lambda x: wrapped(x, "text")]
     loss = group_loss(torch.distributed.group.WORLD, lambda: 2.0)
     mine = [x[6 * rank : 6 * rank + 6] for x in whole]
-    tw.CachedStep(encoders, loss, micro_batch=2, keep=keep)(*mine)
+    tw.CachedStep(encoders, loss, micro_batch=micro_batch, keep=keep)(*mine)
     tw.clip_loss(other.image(whole[0]), other.text(whole[1]), 2.0).backward()
     pairs = zip(model.image.parameters(), other.image.parameters(), strict=True)
     return max(float((p.grad - q.grad).norm()) for p, q in pairs), len(count)
@@ -1039,6 +1058,14 @@ def ddp_half_frozen(rank, keep, closure):
 def test_ddp_with_a_frozen_half(keep, closure):
     """Found in partials and in functions; averaged once, whatever is kept."""
     for error, reductions in ranks.run(ddp_half_frozen, 2, keep, closure):
+        assert error <= 1e-12
+        assert reductions == 1
+
+
+@pytest.mark.parametrize("micro_batch", [6, [2, 6], [6, 2]])
+def test_ddp_in_a_single_micro_batch(micro_batch):
+    """Who averages is known after the first, which may be the last."""
+    for error, reductions in ranks.run(ddp_half_frozen, 2, 99, True, micro_batch):
         assert error <= 1e-12
         assert reductions == 1
 

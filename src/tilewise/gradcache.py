@@ -142,6 +142,8 @@ class _Run:
         self.where = "the batch"
 
     def all(self, options: dict[str, Any]) -> StepResult:
+        # Weights that were cast without a graph before, in the same autocast, would be taken again.
+        torch.clear_autocast_cache()
         with self.undo.on_error(self):
             self._embed()
             loss, parameters = self._differentiate(options)
@@ -210,8 +212,8 @@ class _Run:
             )
 
     def _push(self, parameters: list[Root]) -> dict[str, Any]:
-        self.pushing = pushing = Pushing(self.towers, self.features, self.embedding.parts)
-        pushing.in_loss = self.in_loss
+        parts = self.embedding.parts
+        self.pushing = pushing = Pushing(self.towers, self.features, parts, self.in_loss)
         kept, total = len(pushing.kept), len(pushing.trained)
         self.where, self.undo.touched = "the backward", True
         with self.phases.phase("replay", total), keep_statistics(self.towers.modules):

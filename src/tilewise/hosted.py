@@ -178,8 +178,7 @@ def differentiate(
     total = _Total(blocks, needs)
     for visit in blocks.visits(total.acc):
         known, d_stats = _known(visit, blocks, swept, upstream)
-        wanted = needs._replace(cols=needs.cols and not pairs.symmetric)
-        found = rounds.differentiate(visit.pairs, visit.plan, known, d_stats, wanted, total.into)
+        found = rounds.differentiate(visit.pairs, visit.plan, known, d_stats, needs, total.into)
         # A pair of two blocks that are rows of both is met twice.
         total.add(visit, found, 0.5 if blocks.mirrors(visit) else 1.0)
     return total.grads()
@@ -284,10 +283,8 @@ class _Total:
             for side, wanted in ((pairs.rows, needs.rows), (pairs.columns, needs.cols))
         )
         # Columns meet several blocks of rows, and are added up in between.
-        several = len(blocks.rows) > 1 and needs.cols and not pairs.symmetric
+        several = len(blocks.rows) > 1 and needs.cols
         self.acc = _room(pairs.columns, pairs.dtype, pairs) if several else None
-        if pairs.symmetric:
-            self.cols = None
 
     def add(self, visit: Visit, found: Grads, share: float) -> None:
         """Add those of a visit, of the scale a share."""

@@ -32,8 +32,15 @@ class Pushing:
     whatever was kept there. An output that all parts of an encoder share gets its gradient once.
     """
 
-    def __init__(self, towers: Towers, features: list[Features], parts: list[Part]) -> None:
+    def __init__(
+        self,
+        towers: Towers,
+        features: list[Features],
+        parts: list[Part],
+        in_loss: Sequence[Averager],
+    ) -> None:
         self.towers, self.features, self.parts = towers, features, parts
+        self.in_loss = in_loss  # modules that the loss ran
         self.owners, self.every_owner = towers.owners, towers.every_owner
         self.trained = [part for part in parts if self._is_trained(part.slot)]
         last_by_owner = {o: part for part in self.trained for o in self.owners[part.slot]}
@@ -46,7 +53,6 @@ class Pushing:
         self.last_of_slot = {part.slot: part for part in order}
         self.final = {o: part for part in order for o in self.owners[part.slot]}
         self.owed: list[Root] = []
-        self.in_loss: list[Averager] = []  # modules that the loss ran
         self.current: Part | None = None  # the one that is run again
         self.differences: list[tuple[Tensor, float]] = []
 
