@@ -60,7 +60,7 @@ class Towers:
             with torch.set_grad_enabled(graph), self._told(slot, final):
                 return call(encoder, inputs)
         finally:
-            # Without a graph autocast would remember weights that no gradient reaches.
+            # Autocast of a torch before 2.13 would remember weights that no gradient reaches.
             if not graph:
                 torch.clear_autocast_cache()
 

@@ -142,7 +142,7 @@ class _Run:
         self.where = "the batch"
 
     def all(self, options: dict[str, Any]) -> StepResult:
-        # Weights that were cast without a graph before, in the same autocast, would be taken again.
+        # Weights cast without a graph before, in the same autocast: see `Towers.forward`.
         torch.clear_autocast_cache()
         with self.undo.on_error(self):
             self._embed()
