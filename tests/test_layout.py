@@ -23,8 +23,9 @@ LAYERS = {
     "losses": 4,
     "gradcache": 5, "embedding": 5, "pushing": 5, "featurebuffers": 5, "microbatches": 5,
     "gradsync": 5, "pool": 5,
-    "randomness": 5, "phases": 5,
-    "bench": 6, "check_ring": 6, "bench_report": 6, "cli": 6, "__main__": 6,
+    "randomness": 5, "phases": 5, "models": 5, "data": 5,
+    "bench": 6, "check_ring": 6, "bench_report": 6, "cli": 6, "__main__": 6, "train": 6,
+    "evaluate": 6, "recipes": 6,
 }  # fmt: skip
 # A good reason beats a limit: Triton passes no state by reference, so a kernel's loop stays whole.
 LONG_FUNCTIONS = {"sums", "dz_of_softplus"}
@@ -76,18 +77,20 @@ def test_imports_point_down():
 
 
 def test_the_application_uses_only_the_public_api():
-    allowed = {"errors", "measure", "__version__", *tw.__all__}
+    allowed = {"errors", "measure", "models", "data", "__version__", *tw.__all__}
     allowed |= {name for name, layer in LAYERS.items() if layer == 6}
     for path in modules():
         if layer_of(name_of(path)) == 6:
             for name, line in imports(path):
-                assert name in allowed, f"{path.name}:{line} reaches behind the public API: {name}"
+                inside = name if name in allowed else name.split(".")[0]
+                assert inside in allowed, f"{path.name}:{line} reaches behind the API: {name}"
 
 
 def test_only_autograd_knows_autograd():
     words = re.compile(r"register_autograd|autograd\.Function|save_for_backward|torch\.library")
     for path in modules():
-        if path.name not in ("autograd.py", "dot_rows.py"):
+        # libraries.py declares operators that another library lacks.
+        if path.name not in ("autograd.py", "dot_rows.py", "libraries.py"):
             assert not words.search(path.read_text()), path
 
 
@@ -100,7 +103,9 @@ def test_torch_distributed_and_triton_stay_where_they_belong():
             for name in names:
                 known = path.parent.name == "backends" and path.name in TRITON
                 assert known or not name.startswith("triton"), f"{path} imports Triton"
-                allowed = path.name in ("ring.py", "groups.py", "check_ring.py")
+                allowed = name_of(path) in (
+                    "ring", "groups", "check_ring", "train.setup", "train.checkpoint"
+                )  # fmt: skip
                 assert allowed or not name.startswith("torch.distributed"), path
 
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,18 +16,41 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+APPLICATIONS = {
+    "train": "train a contrastive model: tilewise train [RECIPE] [--field value ...]",
+    "eval": "evaluate a run, a checkpoint or a model: tilewise eval RUN [--field value ...]",
+    "export": (
+        "write a model for open_clip, sentence-transformers or timm: tilewise export RUN FOLDER"
+    ),
+}
 FREE_SHARE = 0.85  # of the processor; what matrix products get on an idle machine is above it
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 if all is well, 1 if what it checks is not so, 2 if an option is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv and argv[0] in APPLICATIONS:
+            return _application(argv[0], argv[1:])
         options = vars(_parser().parse_args(argv))
-        command = {"bench": _bench, "check-ring": _check_ring}[options.pop("command")]
+        commands = {"bench": _bench, "check-ring": _check_ring, "data": _data_pack}
+        command = commands[options.pop("command")]
         return command(options)
     except TilewiseError as error:
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
+
+
+def _application(name: str, args: list[str]) -> int:
+    """A command whose flags are the fields of its configuration."""
+    from tilewise.train import commands  # noqa: PLC0415 - the losses need nothing of it
+
+    run = {
+        "train": commands.train_command,
+        "eval": commands.eval_command,
+        "export": commands.export_command,
+    }[name]
+    return run(args)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tilewise", description=tilewise.__doc__)
     parser.add_argument("--version", action="version", version=f"tilewise {tilewise.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    for name, about in APPLICATIONS.items():
+        commands.add_parser(name, help=about, add_help=False)
     _add_bench(commands.add_parser(
         "bench",
         help="measure speed, memory and gradient error against dense PyTorch on this machine",
@@ -50,7 +76,46 @@ def _parser() -> argparse.ArgumentParser:
         help="under torchrun: compare all ranks with one process, and measure their links",
         argument_default=argparse.SUPPRESS,
     ))  # fmt: skip
+    data = commands.add_parser("data", help="tilewise data pack: build WebDataset shards")
+    _add_pack(data.add_subparsers(dest="action", required=True).add_parser(
+        "pack", help="a table with images, a folder of class folders or arrays -> tar shards",
+        argument_default=argparse.SUPPRESS,
+    ))  # fmt: skip
     return parser
+
+
+def _add_pack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        help="data by name, as train_data: pairs.csv, images/, packs/emoji32; an ending such as "
+        "@0-95 takes the samples whose id falls into these hundredths",
+    )
+    parser.add_argument("out", help="folder for the shards and their manifest, new or without any")
+    parser.add_argument("--samples-per-shard", type=int, help="(default 10000)")
+    parser.add_argument(
+        "--size", type=int, help="reduce images to so many pixels on the short side"
+    )
+    parser.add_argument("--image-format", choices=("png", "webp"), help="(default png)")
+
+
+def _data_pack(options: dict[str, Any]) -> int:
+    from tilewise.data.pack import pack_source  # noqa: PLC0415
+    from tilewise.data.sources import open_source  # noqa: PLC0415
+    from tilewise.models.libraries import need  # noqa: PLC0415
+
+    options.pop("action")
+    source, out = open_source(options.pop("source")), options.pop("out")
+    bad: Counter[str] = Counter()
+    with need("rich.progress").Progress(transient=True) as progress:
+        bar = progress.add_task("packing", total=len(source))
+        pack_source(
+            source, out, **options,
+            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            on_damage=lambda error: bad.update([error.kind]),
+        )  # fmt: skip
+    left_out = f"; left out as damaged: {dict(bad)}" if bad else ""
+    print(f"packed {len(source) - sum(bad.values()):,} samples into {out}{left_out}")
+    return 0
 
 
 def _add_check_ring(parser: argparse.ArgumentParser) -> None:

@@ -35,3 +35,22 @@ class RingError(TilewiseError, RuntimeError):
 
 class StepError(TilewiseError, RuntimeError):
     """A step did not get to its end; says where, and what became of the gradients."""
+
+
+class FiniteError(OptionError, ArithmeticError):
+    """A loss or a gradient is not finite."""
+
+
+class DataError(TilewiseError, ValueError):
+    """Data to train on or to evaluate with is missing, damaged or of another kind than told.
+
+    `kind` is a short name under which damaged samples are counted.
+    """
+
+    def __init__(self, message: str, kind: str = "other") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class CheckpointError(TilewiseError, RuntimeError):
+    """A checkpoint is missing, incomplete or of another model than the one at hand."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tilewise import groups
 from tilewise.ahead import Ahead, Make
 from tilewise.embedding import Budget, Embedding, Towers, listed
-from tilewise.errors import DeviceError, GradError, OptionError, ShapeError, StepError
+from tilewise.errors import DeviceError, FiniteError, GradError, OptionError, ShapeError, StepError
 from tilewise.featurebuffers import Features
 from tilewise.gradsync import Averager, noticing
 from tilewise.microbatches import Batch, Piece, Splitter, make_batch
@@ -206,7 +206,7 @@ class _Run:
             bad = groups.add_up(bad.to(owner.trained[0].device), group)
         if float(bad):
             ranks = " on this rank, and on some rank one that is not" if owners else ""
-            raise OptionError(
+            raise FiniteError(
                 f"the loss must be finite, got {float(loss.detach())}{ranks}; look for features "
                 "that are not, lower the learning rate, or clamp the scale"
             )

@@ -1,0 +1,1 @@
+"""Data to train on: samples by index, from shards, tables and folders, checked at the door."""

@@ -1,0 +1,117 @@
+"""Features of a locked image tower, computed once and kept on disk."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise.data.loader import Form
+from tilewise.data.samples import Sample, Source
+from tilewise.errors import DataError
+
+DTYPE = np.float16  # half the space, and a tower's features need no more
+
+
+@dataclass(frozen=True)
+class WithFeatures:
+    """A source whose images are replaced by features; a row of NaN is a sample that was damaged."""
+
+    source: Source
+    features: NDArray[np.float16]  # (n, D), memory-mapped
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        row = np.asarray(self.features[index])
+        if np.isnan(row[0]):
+            raise DataError(f"sample {index} was damaged when features were computed", "image")
+        sample = _without_image(self.source, index)
+        return {**sample, "features": row.astype(np.float32)}
+
+
+def _without_image(source: Source, index: int) -> Sample:
+    """The sample; sources that can leave the image undecoded do."""
+    light = getattr(source, "without_image", None)
+    sample: Sample = source[index] if light is None else light(index)
+    return {name: value for name, value in sample.items() if name != "image"}
+
+
+def key_of(*facts: Any) -> str:
+    """A name for what features depend on: the data and the tower's weights."""
+    digest = hashlib.blake2b(digest_size=12)
+    for fact in facts:
+        if isinstance(fact, Tensor):
+            digest.update(fact.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(json.dumps(fact).encode())
+    return digest.hexdigest()
+
+
+def cached_features(
+    source: Source,
+    path: Path,
+    embed: Callable[[NDArray[np.uint8]], Tensor],
+    *,
+    form: Form,
+    batch: int = 256,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> WithFeatures:
+    """Features of every sample, from `path` if it is there, else computed and left there.
+
+    Args:
+        embed: (n, 3, size, size) bytes -> (n, D).
+        form: gives the images ("image" of what it prepares).
+    """
+    if not path.exists():
+        _compute(source, path, embed, (form, batch, on_progress))
+    features = np.load(path, mmap_mode="r", allow_pickle=False)
+    if len(features) != len(source):
+        raise DataError(
+            f"{path} holds {len(features)} features, the data have {len(source)} samples; delete it"
+        )
+    return WithFeatures(source, features)
+
+
+def _compute(
+    source: Source,
+    path: Path,
+    embed: Callable[[NDArray[np.uint8]], Tensor],
+    how: tuple[Form, int, Callable[[int, int], None] | None],
+) -> None:
+    form, batch, on_progress = how
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".draft-{os.getpid()}.npy")
+    # NumPy leaves it untyped.
+    open_memmap: Callable[..., np.memmap[Any, Any]] = np.lib.format.open_memmap
+    out: Any = None
+    for first in range(0, len(source), batch):
+        rows = range(first, min(first + batch, len(source)))
+        good, images = [], []
+        for index in rows:
+            try:
+                images.append(form.prepare(source[index], np.full(form.chances, 0.5))["image"])
+                good.append(index)
+            except DataError:
+                continue
+        features = embed(np.stack(images)).float().cpu().numpy() if images else np.zeros((0, 0))
+        if out is None and images:
+            shape = (len(source), features.shape[1])
+            out = open_memmap(draft, mode="w+", dtype=DTYPE, shape=shape)
+            out[:] = np.nan
+        if images:
+            out[good] = features
+        if on_progress is not None:
+            on_progress(rows.stop, len(source))
+    if out is None:
+        raise DataError("no image could be read, so there are no features to cache")
+    out.flush()
+    os.replace(draft, path)

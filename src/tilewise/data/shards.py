@@ -1,0 +1,306 @@
+"""WebDataset's tar shards with random access: any sample at any time, none lost in silence."""
+
+import bisect
+import glob
+import hashlib
+import itertools
+import os
+import re
+import sys
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+from tilewise.data import decode
+from tilewise.data.manifest import Manifest, read_manifest, sha256_of
+from tilewise.data.samples import OnDamage, Sample, default_id, place_of, sample_of, tell
+from tilewise.data.tarindex import TarIndex, index_tar
+from tilewise.errors import DataError, OptionError
+
+OPEN_FILES = 16  # kept open at a time, by each thread
+THREADS = 8  # that index shards: more than cores, since they wait for the disk
+CLASSES = "classes.txt"
+MANY = 32  # shards, from which on a bar is shown
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "image": decode.decode_image,
+    "features": decode.decode_array,
+    "text": decode.decode_captions,
+    "label": decode.decode_label,
+}
+
+
+class Shards:
+    """The samples of tar shards in their order: `Shards("data/{000000..000099}.tar")[12345]`.
+
+    A sample is made of consecutive members of one name: jpg, jpeg, png, webp become "image", npy
+    "features", txt "text" (a caption a line), cls "label"; json may hold caption, captions or text,
+    label, id, query, positive and negatives, and gives way to members of their own. All others are
+    left alone. Members are read when they are asked for, in any thread or forked process.
+
+    Opening reads all headers and compares them with a `manifest.json` beside the shards, if there
+    is one; a shard that is cut off, damaged, missing or not as told raises a DataError.
+
+    Args:
+        pattern: a file, a folder of .tar files, a glob, or braces; several joined by "::".
+        verify: also compare the SHA-256 of every shard that has one in a manifest: reads all.
+        index_folder: where to keep indexes for the next opening (it is made if need be); nothing
+            is written without it.
+        on_damage: told of each shard that is damaged, which is then left out, instead of raising.
+        progress: whether to show a bar; None shows one for many shards to whoever watches.
+    """
+
+    def __init__(
+        self,
+        pattern: str | Path,
+        *,
+        verify: bool = False,
+        index_folder: str | Path | None = None,
+        on_damage: OnDamage | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        paths = find_shards(str(pattern), on_damage)
+        opener = _Opener(paths, verify, index_folder, on_damage)
+        found = dict(_watched(opener, len(paths), progress))
+        self.paths = [path for path in paths if path in found]
+        self._indexes = [found[path] for path in self.paths]
+        # First sample of each shard, and their number.
+        self._firsts = list(itertools.accumulate(map(len, self._indexes), initial=0))
+        if not len(self):
+            message = f"want samples in {pattern}, got {len(paths)} shards without any"
+            raise DataError(message, "missing")
+        self._files = _Files()
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        place = place_of(index, len(self))
+        shard = bisect.bisect_right(self._firsts, place) - 1
+        within = place - self._firsts[shard]
+        try:
+            members = self._indexes[shard].members(within)
+            data = {part: self._read(shard, offset, size) for part, offset, size in members}
+            return _decoded(data, place)
+        except DataError as error:
+            where = f"sample {place} ({within} of {self.paths[shard]})"
+            raise DataError(f"{where}: {error}", error.kind) from error
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of labels, from `classes.txt` beside the first shard, a line each; or none."""
+        path = self.paths[0].parent / CLASSES
+        return path.read_text("utf-8").splitlines() if path.is_file() else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": None}  # another process opens its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _files=_Files())
+
+    def _read(self, shard: int, offset: int, size: int) -> bytes:
+        """Bytes of a shard, at a place of its own: forks share files, but no position in them."""
+        files = self._files.open
+        file = files.pop(shard, None) or _File(self.paths[shard], self._indexes[shard].size)
+        data = file.read(offset, size)
+        files[shard] = file  # the last one used
+        while len(files) > OPEN_FILES:
+            files.popitem(last=False)
+        return data
+
+
+class _Files(threading.local):
+    """Open shards of each thread by itself: without a lock, which a fork could leave locked."""
+
+    def __init__(self) -> None:
+        self.open: OrderedDict[int, _File] = OrderedDict()
+
+
+class _File:
+    """An open shard, closed when nobody holds it any more."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.descriptor = -1
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise DataError("the shard was there and is not any more", "missing") from error
+        if (got := os.fstat(self.descriptor).st_size) != size:
+            raise DataError(
+                f"the shard had {size} bytes when it was opened and has {got} now; open it again",
+                "shard",
+            )
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes, in as many calls as the system needs."""
+        data = os.pread(self.descriptor, size, offset)
+        while len(data) < size:
+            more = os.pread(self.descriptor, size - len(data), offset + len(data))
+            if not more:
+                raise DataError(f"want {size} bytes at {offset}, got {len(data)}", "shard")
+            data += more
+        return data
+
+
+def find_shards(pattern: str, on_damage: OnDamage | None = None) -> list[Path]:
+    """Shards that a pattern names, in its order, those of a folder or glob by name.
+
+    A folder or glob must find all that a manifest there knows.
+    """
+    patterns = [one for each in pattern.split("::") for one in _braces(each)]
+    return [path for one in patterns for path in _files(one, on_damage)]
+
+
+def _braces(pattern: str) -> Iterable[str]:
+    if "{" not in pattern:
+        return [pattern]
+    try:
+        from braceexpand import braceexpand  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise OptionError(
+            f"braces in {pattern!r} need braceexpand, which is not installed; pip install "
+            "braceexpand, or use a glob"
+        ) from error
+    try:
+        return list(braceexpand(pattern))
+    except ValueError as error:
+        raise OptionError(f"braces must come in pairs, got {pattern!r}") from error
+
+
+def _files(pattern: str, on_damage: OnDamage | None) -> list[Path]:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", pattern):
+        raise OptionError(
+            f"shards must be files here, got {pattern!r}; copy them to a local disk and give that "
+            "path (a name with a colon as ./name), nothing is fetched or run"
+        )
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    path = path / "*.tar" if path.is_dir() else path
+    found = sorted(map(Path, glob.glob(str(path))))
+    if not found:
+        raise DataError(f"want shards at {pattern}, got none; name files or a folder", "missing")
+    for folder in sorted({one.parent for one in found}):
+        known = {name for name in read_manifest(folder) or () if fnmatchcase(name, path.name)}
+        lost = sorted(known - {one.name for one in found if one.parent == folder})
+        if lost:
+            message = (
+                f"the manifest of {folder} names {len(known)} shards {path.name}, got "
+                f"{len(known) - len(lost)}: {', '.join(lost[:9])} missing; copy the shards again"
+            )
+            tell(DataError(message, "missing"), on_damage)
+    return found
+
+
+class _Opener:
+    """Shards with their indexes, each checked against the manifest of its folder."""
+
+    def __init__(
+        self,
+        paths: list[Path],
+        verify: bool,
+        folder: str | Path | None,
+        on_damage: OnDamage | None,
+    ) -> None:
+        self.paths = list(dict.fromkeys(paths))  # one that is named twice is read once
+        self.verify, self.on_damage = verify, on_damage
+        self.folder = None if folder is None else Path(folder)
+        self.manifests = {one: read_manifest(one) for one in {path.parent for path in paths}}
+
+    def __iter__(self) -> Iterator[tuple[Path, TarIndex]]:
+        with ThreadPoolExecutor(min(THREADS, len(self.paths))) as pool:
+            try:
+                for path, found in zip(self.paths, pool.map(self.open, self.paths), strict=True):
+                    if isinstance(found, TarIndex):
+                        yield path, found
+                    else:
+                        tell(found, self.on_damage)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def open(self, path: Path) -> TarIndex | DataError:
+        """A shard's index, or what is wrong with it."""
+        try:
+            index = index_tar(path) if self.folder is None else _kept(path, self.folder)
+            self._check(path, index, self.manifests[path.parent])
+        except DataError as error:
+            return error
+        return index
+
+    def _check(self, path: Path, index: TarIndex, manifest: Manifest | None) -> None:
+        if manifest is None:
+            return
+        facts = manifest.get(path.name)
+        if facts is None:
+            raise DataError(
+                f"the manifest beside shard {path} names {len(manifest)} others and not this one; "
+                "was it packed with them? Else move it elsewhere",
+                "manifest",
+            )
+        got: dict[str, object] = {"bytes": index.size, "samples": len(index)}
+        if self.verify and facts.sha256 is not None:
+            got["sha256"] = sha256_of(path)
+        for name, value in got.items():
+            if value != (wanted := getattr(facts, name)):
+                raise DataError(
+                    f"the manifest wants {name} = {wanted} of shard {path}, got {value}; copy it "
+                    "again, or pack anew",
+                    "shard",
+                )
+
+
+def _kept(path: Path, folder: Path) -> TarIndex:
+    """A shard's index from a folder, if it was put there when the shard was as it is now."""
+    status = path.stat()
+    facts = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    file = folder / f"{hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()}.npz"
+    try:
+        return TarIndex.load(file)
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        zipfile.BadZipFile,
+    ):  # not there yet, or damaged: made again
+        index = index_tar(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        index.save(file)
+        return index
+
+
+def _decoded(data: dict[str, bytes], place: int) -> Sample:
+    if not data:
+        raise DataError("want an image, features, text, json or label, got no such member", "empty")
+    sample: Sample = {}
+    if "json" in data:
+        fields = decode.decode_json(data.pop("json"))
+        if not isinstance(fields, dict):
+            raise DataError(f"want an object in json, got {type(fields).__name__}", "field")
+        sample = sample_of(fields)
+    for part, member in data.items():
+        sample[part] = _DECODERS[part](member)
+    sample.setdefault("id", default_id(sample, place))
+    return sample
+
+
+def _watched(opener: _Opener, total: int, progress: bool | None) -> Iterable[tuple[Path, TarIndex]]:
+    """The same, with a bar on standard error, unless it is unwanted or nobody watches."""
+    if progress is False or (progress is None and (total < MANY or not sys.stderr.isatty())):
+        return opener
+    try:
+        from rich.console import Console  # noqa: PLC0415 - an extra
+        from rich.progress import track  # noqa: PLC0415
+    except ImportError:
+        return opener
+    console = Console(stderr=True)
+    return track(opener, "opening shards", total=total, console=console, transient=True)

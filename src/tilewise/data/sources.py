@@ -1,0 +1,114 @@
+"""Data by name: what a configuration or a command line says, opened."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewise.data import synthetic
+from tilewise.data.arrays import COLOUR, GREY, ArrayPack
+from tilewise.data.emoji import Emoji
+from tilewise.data.folders import ImageFolder
+from tilewise.data.samples import Sample, Source
+from tilewise.data.shards import Shards
+from tilewise.data.tables import Table
+from tilewise.errors import DataError, OptionError
+
+TABLES = re.compile(r"\.(jsonl|csv|tsv)(\.gz|\.xz)?$")
+PART = re.compile(r"^(?P<rest>.+)@(?P<low>\d+)-(?P<high>\d+)$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a source."""
+
+    source: Source
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.source[int(self.rows[index])]
+
+
+def open_source(name: str) -> Source:
+    """Open data by name.
+
+    emoji:train, emoji:style, emoji:concepts   the embedded set
+    synthetic:4096,size=32,noise=0.5           mosaics and the names of their colours
+    data/{000..099}.tar, data/                 WebDataset shards
+    pairs.jsonl, pairs.csv, pairs.jsonl.xz     tables; ?columns=title:text or
+                                               ?columns=positive,query rename
+    folder/                                    class folders of images, as ImageNet's, or arrays
+                                               (see `ArrayPack`)
+
+    Each may end in @LOW-HIGH: the samples whose id falls into these hundredths (0-95 to train,
+    95-100 to test: samples of one id are never on both sides).
+    """
+    if found := PART.match(name):
+        source = _open_whole(found["rest"])
+        return _part(source, name, int(found["low"]), int(found["high"]))
+    return _open_whole(name)
+
+
+def _open_whole(name: str) -> Source:
+    if name.startswith("emoji:"):
+        return Emoji(name.removeprefix("emoji:"))
+    if name.startswith("synthetic:"):
+        return synthetic.parse(name.removeprefix("synthetic:"))
+    path, _, options = name.partition("?")
+    if TABLES.search(path):
+        return Table(_existing(path), **_table_options(options, name))
+    if path.endswith(".tar") or any(mark in path for mark in "{*") or "::" in path:
+        return Shards(path)
+    folder = _existing(path)
+    if not folder.is_dir():
+        raise DataError(
+            f"data must be shards (.tar), a table (.jsonl, .csv, .tsv) or a folder, got {name!r}"
+        )
+    if any(folder.glob("*.tar")):
+        return Shards(folder)
+    packed = any((folder / name).is_file() for name in (COLOUR, GREY))
+    return ArrayPack(folder) if packed else ImageFolder(folder)
+
+
+def _existing(path: str) -> Path:
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise DataError(
+            f"there are no data at {path!r}; give a path that is there, emoji:train for the "
+            "embedded set, or make shards with tilewise data pack"
+        )
+    return found
+
+
+def _table_options(options: str, name: str) -> dict[str, Any]:
+    key, _, value = options.partition("=")
+    if not options:
+        return {}
+    if key != "columns" or not value:
+        raise OptionError(
+            f"a table takes ?columns=old:new,... or ?columns=name,name,... got {name!r}"
+        )
+    parts = value.split(",")
+    if all(":" in part for part in parts):
+        return {"columns": dict(part.split(":", 1) for part in parts)}
+    return {"columns": tuple(part or None for part in parts)}
+
+
+def _part(source: Source, name: str, low: int, high: int) -> Part:
+    if not 0 <= low < high <= 100:
+        raise OptionError(
+            f"a part goes from a lower to a higher hundredth, as in @0-95, got {name!r}"
+        )
+    # Ids need not be spread evenly: mix them (an odd multiplier, and the high bits).
+    ids = np.array([source[index]["id"] for index in range(len(source))], np.int64).view(np.uint64)
+    mixed = (ids * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    hundredths = mixed * np.uint64(100) >> np.uint64(32)
+    rows = np.flatnonzero((hundredths >= low) & (hundredths < high))
+    if not len(rows):
+        raise DataError(f"no sample of {name!r} falls into its part; take a larger one")
+    return Part(source, rows.astype(np.int64))

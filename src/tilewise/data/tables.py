@@ -1,0 +1,250 @@
+"""Tables of samples: JSONL, CSV and TSV, plain, .gz or .xz; every row is checked on opening."""
+
+import csv
+import functools
+import gzip
+import json
+import lzma
+import os
+import stat
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any, SupportsIndex
+
+from tilewise.data.decode import decode_image, decode_json
+from tilewise.data.samples import (
+    CAPTIONS,
+    FIELDS,
+    OnDamage,
+    Sample,
+    default_id,
+    place_of,
+    sample_of,
+    tell,
+    whole_of,
+)
+from tilewise.errors import DataError, OptionError
+
+COLUMNS = ("image", *FIELDS)
+OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+
+Row = dict[str, Any]
+# {its name: our name}, or our names by position; None for a column to leave alone.
+Columns = Mapping[str, str | None] | Sequence[str | None]
+
+
+class Table:
+    """The rows of a table as samples.
+
+        Table("captions.csv", columns={"file": "image", "title": "text"})
+        Table("wordnet_synset_gloss.jsonl.xz", columns=("positive", "query"))
+
+    Columns: image (a path), text or caption or captions, query, positive, negatives, label, id; all
+    others are left alone. A line of JSONL is an object, or an array, whose columns are "0", "1" and
+    so on. CSV and TSV have a header; there captions and negatives may be JSON arrays, and an empty
+    cell says nothing. Rows are held as text; images are read when they are asked for.
+
+    Args:
+        path: .jsonl, .csv or .tsv, as it is or with .gz or .xz behind.
+        columns: {its name: our name} where they differ, or our names of an array's columns in
+            order; None for a column to leave alone.
+        images: the folder that image paths start from and must not leave; by default the table's.
+        on_damage: told of each row that is wrong, which is then left out, instead of raising.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        columns: Columns = (),
+        images: str | Path | None = None,
+        on_damage: OnDamage | None = None,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self.images = os.path.realpath(self.path.parent if images is None else images)
+        # Rows in JSON, one after the other: few Python objects, which forked processes would copy.
+        self._text, self._ends = bytearray(), array("q", [0])
+        names = _Names(columns)
+        for line, read in _rows(self.path):
+            try:
+                self._append(read(names))
+            except DataError as error:
+                tell(DataError(f"line {line} of {self.path}: {error}", error.kind), on_damage)
+        if not len(self):
+            raise DataError(f"want rows in {self.path}, got none", "table")
+        names.check_all_found(self.path)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        sample = self.row(place := place_of(index, len(self)))
+        if "image" in sample:
+            try:
+                sample["image"] = decode_image(self.image_bytes(place))
+            except DataError as error:
+                where = f"row {place} of {self.path}, image {sample['image']!r}"
+                raise DataError(f"{where}: {error}", error.kind) from error
+        return sample
+
+    def row(self, place: int) -> Sample:
+        """A sample with the path of its image instead of the image."""
+        row: Row = json.loads(self._text[self._ends[place] : self._ends[place + 1]])
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
+
+    def image_bytes(self, place: int) -> bytes:
+        """The file of a row's image, which lies in the folder of images wherever links lead."""
+        path = os.path.realpath(os.path.join(self.images, self.row(place)["image"]))
+        if os.path.commonpath([path, self.images]) != self.images:
+            raise DataError(
+                f"the image must lie in {self.images}, got {path}; name its folder as images=",
+                "path",
+            )
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+                raise DataError(f"the image must be a file, got {path}", "path")
+            return Path(path).read_bytes()
+        except OSError as error:
+            raise DataError(f"the image must be a file to read: {error}", "missing") from error
+
+    def _append(self, row: Row) -> None:
+        sample = sample_of(row)
+        if row.get("image") is not None:
+            sample["image"] = _checked_path(row["image"])
+        if not sample:
+            raise DataError(
+                f"want a column of {', '.join(COLUMNS)}, got {', '.join(row)[:200] or 'none'}; say "
+                "which is which with columns={its name: our name}",
+                "field",
+            )
+        sample.setdefault("id", default_id(sample, len(self)))
+        self._text += json.dumps(sample, ensure_ascii=False).encode()
+        self._ends.append(len(self._text))
+
+
+class _Names:
+    """Which column is called what; knows in the end which ones were never there."""
+
+    def __init__(self, columns: Columns) -> None:
+        if isinstance(columns, str):
+            raise OptionError(f"columns must be a mapping or a list of names, got {columns!r}")
+        if not isinstance(columns, Mapping):
+            columns = {str(at): name for at, name in enumerate(columns)}
+        self.names, self.missing = dict(columns), set(columns)
+        ours = [name for name in columns.values() if name is not None]
+        if not set(ours) <= set(COLUMNS) or len(set(ours)) < len(ours):
+            raise OptionError(
+                f"columns must become {', '.join(COLUMNS)}, each once, got {', '.join(ours)}"
+            )
+        # A column that we named stands before one that has the name already.
+        self.dropped = set(ours) | set(CAPTIONS if set(CAPTIONS) & set(ours) else ())
+
+    def renamed(self, row: Row) -> Row:
+        """A row under our names."""
+        if not self.names:
+            return row
+        self.missing -= row.keys()
+        kept = {name: x for name, x in row.items() if name not in self.names.keys() | self.dropped}
+        told = {ours: row[name] for name, ours in self.names.items() if ours and name in row}
+        return kept | told
+
+    def check_all_found(self, path: Path) -> None:
+        """Raise if a column that we named is in no row."""
+        if self.missing:
+            names = ", ".join(map(repr, sorted(self.missing)))
+            raise OptionError(f"columns names {names}, and no row of {path} has it")
+
+
+Reader = Callable[[_Names], Row]  # of one row, under our names
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Reader]]:
+    """(line, what reads the row) of a table; damage that ends reading is raised here."""
+    packed = path.suffix if path.suffix in OPENERS else ""
+    kind = path.with_suffix("").suffix if packed else path.suffix
+    readers = {".jsonl": _json_rows, ".csv": _cell_rows, ".tsv": _cell_rows}
+    if kind not in readers:
+        raise OptionError(
+            f"a table must be .jsonl, .csv or .tsv, or one of these with .gz or .xz, got {path}"
+        )
+    line = 0
+    try:
+        with OPENERS[packed](path, "rb") as file:
+            for line, read in readers[kind](file, "\t" if kind == ".tsv" else ","):
+                yield line, read
+    except DataError as error:
+        raise DataError(f"{path}: {error}", error.kind) from error
+    except FileNotFoundError as error:
+        raise DataError(f"want a table at {path}, got no file", "missing") from error
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, csv.Error) as error:
+        where = f"{path} is damaged or cut off after line {line}"
+        raise DataError(f"{where}: {error}; copy it again", "table") from error
+
+
+def _json_rows(file: Iterable[bytes], _: str) -> Iterator[tuple[int, Reader]]:
+    for line, data in enumerate(file, 1):
+        if data.strip():
+            yield line, functools.partial(_json_row, data)
+
+
+def _json_row(data: bytes, names: _Names) -> Row:
+    row = decode_json(data)
+    if isinstance(row, list):
+        row = {str(at): value for at, value in enumerate(row)}
+    if not isinstance(row, dict):
+        raise DataError(f"want an object or an array, got {type(row).__name__}", "field")
+    return names.renamed(row)
+
+
+def _cell_rows(file: Iterable[bytes], delimiter: str) -> Iterator[tuple[int, Reader]]:
+    reader = csv.reader(_decoded(file), delimiter=delimiter, strict=True)
+    header = [name.strip() for name in next(reader, [])]
+    if len(set(header)) < len(header):
+        raise DataError(f"columns must have a name each, got {', '.join(header)}", "table")
+    for cells in reader:
+        if cells:
+            yield reader.line_num, functools.partial(_cell_row, header, cells)
+
+
+def _cell_row(header: list[str], cells: list[str], names: _Names) -> Row:
+    if len(cells) != len(header):
+        raise DataError(f"want {len(header)} cells, got {len(cells)}", "field")
+    row = names.renamed(dict(zip(header, cells, strict=True)))
+    row = {name: cell for name, cell in row.items() if cell.strip()}
+    for name in ("label", "id"):
+        number = whole_of(row.get(name, ""))
+        if number is not None:
+            row[name] = number
+    for name in ("captions", "negatives"):
+        if row.get(name, "").lstrip().startswith("["):
+            row[name] = decode_json(row[name].encode())
+    return row
+
+
+def _decoded(file: Iterable[bytes]) -> Iterator[str]:
+    """Lines of text with their ends, without a byte order mark."""
+    for line, data in enumerate(file, 1):
+        try:
+            yield data.decode("utf-8-sig" if line == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"line {line} must be UTF-8, got {error}", "text") from error
+
+
+def _checked_path(path: object) -> str:
+    """A path that starts from a folder and does not lead out of it, if no link does."""
+    sound = (
+        isinstance(path, str)
+        and "\0" not in path
+        and not os.path.isabs(path)
+        and not PureWindowsPath(path).drive
+        and os.path.normpath(path).split(os.sep)[0] != os.pardir
+    )
+    if not sound:
+        raise DataError(
+            f"image must be a path inside the folder of images, got {str(path)[:200]!r}; write it "
+            "relative to that folder, which images= may name",
+            "path",
+        )
+    return str(path)

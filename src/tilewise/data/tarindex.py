@@ -1,0 +1,245 @@
+"""Where the samples of a tar shard are, from its headers alone; whatever is missing is an error.
+
+A reader that stops where it understands nothing more loses samples in silence: here every header
+has its checksum, every member lies inside the file, and the end mark stands with nothing behind it.
+"""
+
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewise.data.samples import whole_of
+from tilewise.errors import DataError
+
+BLOCK = 512
+END = bytes(2 * BLOCK)
+LONGEST_EXTRA = 2**20  # bytes of a header's own data (a long name); more is no name
+LARGEST_MEMBER = 2**32 - 1  # bytes: sizes are held in 32 bits, and no part of a sample needs more
+REMEDY = "copy or write the shard again"
+
+# What a member is to us, by its extension; others, pickles among them, are never opened.
+EXTENSIONS = {
+    "jpg": "image", "jpeg": "image", "png": "image", "webp": "image",
+    "npy": "features", "txt": "text", "json": "json", "cls": "label",
+}  # fmt: skip
+PARTS = ("image", "features", "text", "json", "label")
+
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+class Member(NamedTuple):
+    """A regular file in a tar."""
+
+    name: str
+    offset: int  # of its data in the shard
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class TarIndex:
+    """The members of S samples, M in all; sample s has those in [starts[s], starts[s + 1])."""
+
+    size: int  # of the shard in bytes
+    starts: NDArray[np.uint32]  # (S + 1,)
+    parts: NDArray[np.uint8]  # (M,), places in PARTS
+    offsets: NDArray[np.int64]  # (M,)
+    sizes: NDArray[np.uint32]  # (M,)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def save(self, path: Path) -> None:
+        """Write it to a file: whole, or not at all."""
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # ranks may do so together
+        with new.open("wb") as file:
+            np.savez(
+                file,
+                size=self.size,
+                starts=self.starts,
+                parts=self.parts,
+                offsets=self.offsets,
+                sizes=self.sizes,
+            )
+        new.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "TarIndex":
+        """Read what `save` wrote."""
+        with np.load(path, allow_pickle=False) as file:
+            return cls(
+                int(file["size"]), *(file[name] for name in ("starts", "parts", "offsets", "sizes"))
+            )
+
+    def members(self, sample: int) -> Iterator[tuple[str, int, int]]:
+        """(part, offset, size) of each member of a sample; of equal parts the last one first.
+
+        So that a dictionary of them holds the first one.
+        """
+        for at in range(int(self.starts[sample + 1]) - 1, int(self.starts[sample]) - 1, -1):
+            yield PARTS[self.parts[at]], int(self.offsets[at]), int(self.sizes[at])
+
+
+def index_tar(path: Path) -> TarIndex:
+    """Find the samples of a shard: consecutive members of one name up to the first dot.
+
+    A sample without a part that we know counts, too, so that counts agree with webdataset's.
+    """
+    starts, parts, offsets, sizes = [0], list[int](), list[int](), list[int]()
+    key, seen = None, set[str]()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        for member in walk(descriptor, size):
+            name, extension = split_name(member.name)
+            if name is None:
+                continue
+            if name != key:
+                key, seen = name, set()
+                starts.append(len(parts))
+            if extension in seen:
+                raise DataError(f"two members {member.name!r} of one sample; {REMEDY}", "shard")
+            seen.add(extension)
+            if extension in EXTENSIONS:
+                parts.append(PARTS.index(EXTENSIONS[extension]))
+                offsets.append(member.offset)
+                sizes.append(member.size)
+            starts[-1] = len(parts)
+    except DataError as error:
+        raise DataError(f"shard {path}: {error}", error.kind) from error
+    finally:
+        os.close(descriptor)
+    return TarIndex(
+        size,
+        np.array(starts, np.uint32),
+        np.array(parts, np.uint8),
+        np.array(offsets, np.int64),
+        np.array(sizes, np.uint32),
+    )
+
+
+def split_name(name: str) -> tuple[str | None, str]:
+    """(key, extension) of a member: its path up to the first dot of its last part, and the rest.
+
+    The key is None of hidden files, of files without extension and of `__meta__`.
+    """
+    dot = name.find(".", last := name.rfind("/") + 1)
+    if dot <= last or re.match(r"__[^/]*__($|/)", name):
+        return None, ""
+    return name[:dot], name[dot + 1 :].lower()
+
+
+def walk(descriptor: int, size: int) -> Iterator[Member]:
+    """The regular files of a tar of `size` bytes (ustar, pax or GNU), in order."""
+    at, extra = 0, dict[str, str]()  # extra: what a header before a member's own says of it
+    while (header := os.pread(descriptor, BLOCK, at)) != END[:BLOCK]:
+        _check_header(header, at)
+        kind, data = header[156:157], at + BLOCK
+        ours = kind not in (b"x", b"g", b"L", b"K")
+        length = int(extra["size"]) if ours and "size" in extra else _number(header[124:136])
+        if length < 0 or data + length > size:
+            raise DataError(
+                f"a member's {length} bytes at {data} must end by {size}, where the file ends: it "
+                f"is cut off or damaged; {REMEDY}",
+                "shard",
+            )
+        at = data + -(-length // BLOCK) * BLOCK
+        if not ours:
+            extra |= _extra(kind, descriptor, data, length)
+            continue
+        name, extra = extra.get("path") or _name(header), {}
+        if kind not in (b"0", b"\0", b"7", b"5"):
+            raise DataError(
+                f"want files and folders only, got {name!r} of type {kind!r} (a link?); write the "
+                "shard again with tar --dereference --hard-dereference",
+                "shard",
+            )
+        if length > LARGEST_MEMBER:
+            raise DataError(f"{name!r} has {length} bytes, at most {LARGEST_MEMBER}", "shard")
+        if kind != b"5" and not name.endswith("/"):
+            yield Member(name, data, length)
+    _check_end(descriptor, at, size)
+    if extra:
+        raise DataError(f"a member is missing at {at}, only its name is there; {REMEDY}", "shard")
+
+
+def _check_header(header: bytes, at: int) -> None:
+    """A header carries the sum of its bytes, its own eight counted as spaces."""
+    told = header[148:156]
+    # adler32's low half is one more than the sum modulo 65521, in a tenth of the time of sum().
+    got = (zlib.adler32(header) & 0xFFFF) - 1 - sum(told) + len(told) * ord(" ")
+    cut = len(header) < BLOCK
+    if not cut and (wanted := _number(told)) >= 0 and (got - wanted) % 65521 == 0:
+        return
+    for magic, name in _COMPRESSED.items():
+        if at == 0 and header.startswith(magic):
+            raise DataError(
+                f"want a plain tar, got one packed by {name}, in which no sample can be reached "
+                "alone; decompress it",
+                "shard",
+            )
+    if cut:
+        raise DataError(f"the end mark is missing, the file is cut off at {at}; {REMEDY}", "shard")
+    raise DataError(f"want a member's header at byte {at}, got other data; {REMEDY}", "shard")
+
+
+def _check_end(descriptor: int, at: int, size: int) -> None:
+    """Two blocks of zeros, and nothing but zeros behind: a second archive would not be read."""
+    if size - at < len(END):
+        raise DataError(f"the end mark is cut off at byte {size}; {REMEDY}", "shard")
+    while block := os.pread(descriptor, 2**16, at):
+        if block.count(0) != len(block):
+            raise DataError(
+                f"want the end of the archive at byte {at}, got more data behind it; unpack the "
+                "archives that were joined here, and write one",
+                "shard",
+            )
+        at += len(block)
+
+
+def _extra(kind: bytes, descriptor: int, at: int, length: int) -> dict[str, str]:
+    """What a header of kind x (pax) or L (GNU) says of the member that comes next."""
+    if kind in (b"g", b"K"):
+        return {}
+    if length > LONGEST_EXTRA:
+        raise DataError(f"a header of {length} bytes at {at}; {REMEDY}", "shard")
+    data = os.pread(descriptor, length, at)
+    if kind == b"L":
+        return {"path": _text(data)}
+    found = dict[str, str]()
+    while data:
+        digits, _, rest = data.partition(b" ")
+        length = whole_of(_text(digits)) or 0  # of the record with these digits
+        record, end = rest[: max(0, length - len(digits) - 2)], data[length - 1 : length]
+        name, equals, value = record.partition(b"=")
+        sound = name != b"size" or (value.isdigit() and len(value) < 19)
+        if not equals or end != b"\n" or not sound or name.startswith(b"GNU.sparse"):
+            raise DataError(f"want a plain pax header at {at}, got {data[:60]!r}", "shard")
+        found[_text(name)] = _text(value)
+        data = data[length:]
+    return {name: found[name] for name in ("path", "size") if name in found}
+
+
+def _name(header: bytes) -> str:
+    """A member's name, in two pieces if it is long and the archive is a POSIX one."""
+    piece = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+    return f"{piece}/{_text(header[:100])}" if piece else _text(header[:100])
+
+
+def _text(data: bytes) -> str:
+    return data.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+
+
+def _number(field: bytes) -> int:
+    """A number in octal digits, or in binary if the first bit is set; -1 if it is neither."""
+    if field[0] & 0x80:
+        return int.from_bytes(field, "big") - (0x80 << 8 * (len(field) - 1))
+    digits = field.strip(b" \0")
+    return int(digits, 8) if digits.isdigit() and not digits.strip(b"01234567") else -1

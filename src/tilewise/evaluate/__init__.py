@@ -1,0 +1,1 @@
+"""How good features are: retrieval, classification and their pictures, from features alone."""

@@ -1,0 +1,149 @@
+"""Where in a scene is what a text says?
+
+Zero-shot detection by the similarity of places to a text.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from tilewise.data.order import permuted, uniforms
+from tilewise.data.samples import Source
+from tilewise.evaluate import plots
+from tilewise.evaluate.embed import pixels_of
+from tilewise.models.base import PairModel
+
+GRID = 3  # cells a side of a scene
+THINGS = 4  # of them with an image
+SCENES = 100
+AT_ONCE = 25  # scenes embedded together
+LEVEL = 0.5  # of the largest similarity above the mean: what is said to belong to the thing
+SHOWN = 8
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels, the last two outside
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Some images of a source on one white canvas, and where the first of them is."""
+
+    pixels: NDArray[np.uint8]  # (side, side, 3)
+    text: str
+    box: Box
+
+
+def make_scene(source: Source, number: int, size: int, seed: int = 0) -> Scene:
+    """THINGS samples of different ids in cells of a GRID x GRID canvas, each cell `size` pixels,
+    moved a little.
+    """
+    canvas = np.full((GRID * size, GRID * size, 3), 255, np.uint8)
+    key = np.array([number + seed * SCENES], np.uint64)
+    cells = permuted(np.arange(GRID * GRID), GRID * GRID, key)[:THINGS]
+    order = permuted(np.arange(len(source)), len(source), key + np.uint64(1))
+    boxes, texts, used = list[Box](), list[str](), set[int]()
+    chances = uniforms(seed, np.full(THINGS, number), np.arange(THINGS), 2)
+    for index in order:
+        sample = source[int(index)]
+        if sample["id"] in used:
+            continue
+        used.add(sample["id"])
+        place = len(boxes)
+        # Up to a quarter of a cell away from its middle, inside the canvas.
+        top, left = (
+            int(np.clip(cell * size + (chance - 0.5) * size / 2, 0, (GRID - 1) * size))
+            for cell, chance in zip(divmod(int(cells[place]), GRID), chances[place], strict=True)
+        )
+        thing = pixels_of([sample], size)[0]
+        # White is the canvas: what was drawn before is not wiped out.
+        part = canvas[top : top + size, left : left + size]
+        np.minimum(part, thing, out=part)
+        boxes.append((left, top, left + size, top + size))
+        texts.append(sample["text"][0])
+        if len(boxes) == THINGS:
+            break
+    return Scene(canvas, texts[0], boxes[0])
+
+
+def localise(model: PairModel, source: Source, *, folder: Path | None = None) -> dict[str, float]:
+    """Pointing accuracy and overlap over scenes, and what a random place would get.
+
+    Pointing: the most similar place lies in the thing's box. IoU: of the box around all places that
+    are at least half as far above the mean as the most similar one, and connected with it, with the
+    thing's box.
+    """
+    size = model.image_size
+    hits, overlaps, shown = list[bool](), list[float](), list[Any]()
+    for first in range(0, SCENES, AT_ONCE):
+        scenes = [make_scene(source, number, size) for number in range(first, first + AT_ONCE)]
+        for scene, heat in zip(scenes, heat_maps(model, scenes), strict=True):
+            point, found = read_heat(heat)
+            hits.append(_inside(point, scene.box))
+            overlaps.append(overlap(found, scene.box))
+            if len(shown) < SHOWN:
+                shown.append((scene.pixels, heat.numpy(), scene.box, found, scene.text))
+    if folder is not None:
+        plots.plot_scenes(folder / "localise.png", shown)
+    return {
+        "pointing_accuracy": float(np.mean(hits)),
+        "pointing_chance": 1 / GRID**2,
+        "mean_iou": float(np.mean(overlaps)),
+        "iou_above_half": float(np.mean(np.array(overlaps) >= 0.5)),
+    }
+
+
+def heat_maps(model: PairModel, scenes: list[Scene]) -> Tensor:
+    """(n, side, side): how similar every pixel of a scene is to its text."""
+    pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
+    side, size = pixels.shape[-1], model.image_size
+    texts = model.texts([scene.text for scene in scenes])
+    # What any text finds in a place, such as the empty canvas, does not tell this one's.
+    texts = texts - texts.mean(0, keepdim=True)
+    steps = range(0, size, max(1, size // 2))
+    summed = torch.zeros(len(scenes), side + size, side + size)
+    seen = torch.zeros_like(summed)
+    # A tower's places are coarse, a cell or more: look again with the scene moved, and average.
+    for dy in steps:
+        for dx in steps:
+            moved = functional.pad(pixels, (dx, size - dx, dy, size - dy), value=255)
+            places = model.patches(moved.to(model.device)).float()
+            near = torch.einsum("nchw,nc->nhw", places, texts).cpu()[:, None]
+            wide = functional.interpolate(near, moved.shape[-2:], mode="nearest")[:, 0]
+            inside = slice(dy, dy + side), slice(dx, dx + side)
+            summed[:, :side, :side] += wide[:, inside[0], inside[1]]
+            seen[:, :side, :side] += 1
+    return (summed / seen.clamp(min=1))[:, :side, :side]
+
+
+def read_heat(heat: Tensor) -> tuple[tuple[int, int], Box]:
+    """The most similar place (x, y), and the box around what is connected with it."""
+    peak = int(heat.argmax())
+    y, x = divmod(peak, heat.shape[1])
+    warm = heat >= heat.mean() + LEVEL * (heat.max() - heat.mean())
+    connected = torch.zeros_like(warm)
+    connected[y, x] = True
+    while True:
+        grown = functional.max_pool2d(connected[None, None].float(), 3, 1, 1)[0, 0].bool() & warm
+        if torch.equal(grown, connected):
+            break
+        connected = grown
+    rows, columns = (connected.any(axis).nonzero().flatten() for axis in (1, 0))
+    return (x, y), (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
+
+
+def _inside(point: tuple[int, int], box: Box) -> bool:
+    return box[0] <= point[0] < box[2] and box[1] <= point[1] < box[3]
+
+
+def overlap(first: Box, second: Box) -> float:
+    """Intersection over union."""
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
+    shared = max(0, width) * max(0, height)
+    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (first, second))
+    return shared / (areas - shared)

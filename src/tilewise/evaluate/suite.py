@@ -1,0 +1,179 @@
+"""All that a configuration wants measured of a model: numbers and pictures."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.data.samples import Source
+from tilewise.data.sources import open_source
+from tilewise.errors import DataError, OptionError
+from tilewise.evaluate import plots
+from tilewise.evaluate.classify import class_vectors, knn, linear_probe, zero_shot
+from tilewise.evaluate.embed import Embedded, class_names, embed, pixels_of
+from tilewise.evaluate.localise import localise
+from tilewise.evaluate.ranking import image_text_metrics, retrieval_metrics, top
+from tilewise.models.base import PairModel, evaluating
+from tilewise.train.config import EvalConfig
+
+SHOWN, BEST = 6, 5  # texts in the picture of results, and images of each
+
+
+@dataclass
+class Suite:
+    """Opens its data once, so that what is missing is missed before training starts."""
+
+    config: EvalConfig
+    workers: int = 0
+    sources: dict[str, Source] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        for name in (*config.retrieval, *config.zero_shot, *config.probe, *config.localise):
+            self.sources.setdefault(name, open_source(name))
+        for name in config.zero_shot:
+            class_names(self.sources[name], config.classes)
+
+    def run(
+        self, model: PairModel, folder: Path | None = None, *, whole: bool = True
+    ) -> dict[str, float]:
+        """Metrics by "data/metric"; with a folder, pictures in it; not whole: what is quick."""
+        with evaluating(model):
+            found = dict[str, Embedded]()
+            for name in dict.fromkeys(
+                (*self.config.retrieval, *self.config.zero_shot, *self.config.probe)
+            ):
+                found[name] = self._embedded(model, name)
+            metrics = {
+                f"{name}/damaged": float(sum(each.bad.values()))
+                for name, each in found.items()
+                if each.bad
+            }
+            for name in self.config.retrieval:
+                metrics |= _named(name, self._retrieval(found[name], name, folder))
+            for name in self.config.zero_shot:
+                metrics |= _named(name, self._zero_shot(model, found[name], name))
+            if self.config.probe:
+                metrics |= _named(
+                    self.config.probe[1], _probe(*(found[name] for name in self.config.probe))
+                )
+            # Scenes are many images each: at the end, with the pictures.
+            for name in self.config.localise if whole else ():
+                metrics |= _named(name, localise(model, self.sources[name], folder=folder))
+        return metrics
+
+    def _embedded(self, model: PairModel, name: str) -> Embedded:
+        config = self.config
+        return embed(
+            model,
+            self.sources[name],
+            batch=config.eval_batch,
+            captions=config.captions,
+            workers=self.workers,
+        )
+
+    def _retrieval(self, found: Embedded, name: str, folder: Path | None) -> dict[str, float]:
+        if found.queries is not None and found.texts is not None:
+            queries, texts = found.queries, found.texts
+            _plot_similarities(
+                folder, name, (queries.features, texts.features), (queries.ids, texts.ids)
+            )
+            return retrieval_metrics(queries.features, texts.features, queries.ids, texts.ids)
+        if found.images is None or found.texts is None:
+            raise DataError(
+                "retrieval needs images with texts, or queries with documents; "
+                f"{name!r} has not both"
+            )
+        images, texts = found.images, found.texts
+        _plot_similarities(folder, name, (images.features, texts.features), (images.ids, texts.ids))
+        if folder is not None:
+            self._plot_grid(found, name, folder)
+        return image_text_metrics(images.features, texts.features, images.ids, texts.ids)
+
+    def _plot_grid(self, found: Embedded, name: str, folder: Path) -> None:
+        assert found.images is not None
+        assert found.texts is not None
+        if found.bad:
+            return  # rows of features are no longer rows of the source
+        picks = torch.linspace(0, len(found.texts.texts) - 1, SHOWN + 2).long()[1:-1].unique()
+        best = top(
+            found.texts.features[picks],
+            found.images.features,
+            min(BEST, len(found.images.features)),
+        )[1]
+        source = self.sources[name]
+        rows = [pixels_of([source[int(i)] for i in row]) for row in best]
+        hits = [
+            [bool(found.images.ids[i] == found.texts.ids[pick]) for i in row]
+            for pick, row in zip(picks, best, strict=True)
+        ]
+        plots.plot_retrieval_grid(
+            folder / f"retrieval-{_plain(name)}.png",
+            [found.texts.texts[i] for i in picks],
+            rows,
+            hits,
+        )
+
+    def _zero_shot(self, model: PairModel, found: Embedded, name: str) -> dict[str, float]:
+        if found.images is None or found.labels is None:
+            raise DataError(
+                f"zero-shot classification needs images with labels; {name!r} has not both"
+            )
+        names = class_names(self.sources[name], self.config.classes)
+        vectors = class_vectors(
+            lambda texts: model.texts(texts).cpu(), names, templates(self.config)
+        )
+        return {
+            f"zeroshot_{key}": value
+            for key, value in zero_shot(found.images.features, vectors, found.labels).items()
+        }
+
+
+def templates(config: EvalConfig) -> list[str]:
+    """Those given, or those of a file."""
+    given = list(config.templates)
+    if len(given) == 1 and given[0].endswith(".txt"):
+        path = Path(given[0])
+        if not path.is_file():
+            raise OptionError(
+                f"templates must be sentences or a file of them, got {given[0]!r}, "
+                "which is not there"
+            )
+        given = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return given
+
+
+def _named(name: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def _probe(train: Embedded, test: Embedded) -> dict[str, float]:
+    sides: list[Any] = []
+    for each in (train, test):
+        if each.images is None or each.labels is None:
+            raise DataError("a probe needs images with labels on both sides")
+        sides += [each.images.features, each.labels]
+    return {**knn(*sides), **linear_probe(*sides)}
+
+
+def _plot_similarities(
+    folder: Path | None, name: str, sides: tuple[Tensor, Tensor], ids: tuple[Tensor, Tensor]
+) -> None:
+    """Of every row with one match, and with one text that is not."""
+    if folder is None:
+        return
+    (rows, cols), (row_ids, col_ids) = sides, ids
+    first = {int(number): place for place, number in reversed(list(enumerate(col_ids.tolist())))}
+    own = torch.tensor([first[int(number)] for number in row_ids])
+    other = (own + len(cols) // 2) % len(cols)
+    matching, rest = ((rows * cols[places]).sum(1) for places in (own, other))
+    rest = rest[col_ids[other] != row_ids]
+    if len(rest):
+        plots.plot_similarities(folder / f"similarities-{_plain(name)}.png", matching, rest, name)
+
+
+def _plain(name: str) -> str:
+    """As part of a file's name."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)

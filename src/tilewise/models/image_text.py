@@ -1,0 +1,246 @@
+"""Images with texts: any model of open_clip."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilewise.data.loader import Form, Inputs
+from tilewise.data.samples import Sample
+from tilewise.data.views import CHANCES, View
+from tilewise.errors import DataError, OptionError
+from tilewise.models.base import PairModel
+from tilewise.models.libraries import need
+from tilewise.models.weights import load_weights
+
+CONFIGS = Path(__file__).parent / "configs"
+WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"  # as open_clip finds them
+
+
+class ImageText(PairModel):
+    """A model of open_clip: (images or their features, tokens) -> rows, cols, scale and, with one,
+    bias.
+
+    Args:
+        name: of a config: open_clip's or ours, or a JSON file of one, or a folder that was
+            exported.
+        pretrained: file of weights.
+        options: for open_clip's `create_model`.
+    """
+
+    def __init__(self, name: str, *, pretrained: str = "", **options: Any) -> None:
+        super().__init__()
+        open_clip = need("open_clip")
+        self.name, self.config = name, dict(find_config(name))
+        known = _registered(self.config)
+        with _quiet():
+            self.net = open_clip.create_model(known, **options)
+        self.tokenizer = open_clip.get_tokenizer(
+            known, context_length=options.get("force_context_length")
+        )
+        folder = Path(name)
+        if not pretrained and (folder / WEIGHTS).is_file():
+            pretrained = str(folder / WEIGHTS)
+        self.pretrained = bool(pretrained)
+        if pretrained:
+            load_weights(self.net, Path(pretrained), open_clip)
+        size = self.net.visual.image_size
+        self.image_size = int(size[0] if isinstance(size, (tuple, list)) else size)
+        self.locked = False
+        self.set_pixels(*(self.net.visual.preprocess_cfg[key] for key in ("mean", "std")))
+
+    @property
+    def log_scale(self) -> nn.Parameter:
+        parameter: nn.Parameter = self.net.logit_scale
+        return parameter
+
+    def lock_image(self) -> None:
+        """Leave the image tower as it is; a trained projection behind timm's trunk stays to
+        train.
+        """
+        self.net.lock_image_tower(unlocked_groups=0, freeze_bn_stats=False)
+        self.locked = True
+        self.train(self.training)
+
+    def lock_text(self) -> None:
+        """Leave the text tower as it is."""
+        for name, parameter in self.net.named_parameters():
+            if not name.startswith(("visual.", "logit_")):
+                parameter.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "ImageText":
+        """As always, but what is locked keeps its statistics and drops nothing."""
+        super().train(mode)
+        if getattr(self, "locked", False):
+            self._frozen.eval()
+        return self
+
+    @property
+    def _frozen(self) -> nn.Module:
+        visual: nn.Module = self.net.visual
+        return visual.trunk if hasattr(visual, "trunk") else visual  # type: ignore[return-value]
+
+    def _head(self, features: Tensor) -> Tensor:
+        visual = self.net.visual
+        out: Tensor = visual.head(features) if hasattr(visual, "trunk") else features
+        return out
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        """image: (n, 3, size, size) bytes, or features of a locked tower;
+        text: (n, length) tokens.
+        """
+        rows = self._head(image) if image.ndim == 2 else self._image_features(image)
+        out = {
+            "rows": functional.normalize(rows, dim=-1),
+            "cols": functional.normalize(self.net.encode_text(text), dim=-1),
+            "scale": self.net.logit_scale.exp(),
+        }
+        bias = getattr(self.net, "logit_bias", None)
+        return out if bias is None else {**out, "bias": bias}
+
+    def _image_features(self, pixels: Tensor) -> Tensor:
+        features: Tensor = self.net.encode_image(self.normalised(pixels))
+        return features
+
+    def precompute(self, inputs: Inputs) -> Inputs:
+        """Features of the locked tower in place of images."""
+        if not self.locked or inputs["image"].ndim == 2:
+            return inputs
+        with torch.no_grad():
+            return {**inputs, "image": self._frozen(self.normalised(inputs["image"])).float()}
+
+    def images(self, pixels: Tensor) -> Tensor:
+        return functional.normalize(self._image_features(pixels).float(), dim=-1)
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        tokens = self.tokenizer(list(texts)).to(self.device)
+        return functional.normalize(self.net.encode_text(tokens).float(), dim=-1)
+
+    def patches(self, pixels: Tensor) -> Tensor:
+        """What the tower sees at each place, through the projection that images take."""
+        visual = self.net.visual
+        out = visual.forward_intermediates(
+            self.normalised(pixels),
+            indices=1,
+            normalize_intermediates=True,
+            intermediates_only=True,
+        )
+        places: Tensor = out["image_intermediates"][-1]  # (n, C, h, w)
+        flat = places.flatten(2).transpose(1, 2).float()
+        if hasattr(visual, "trunk"):
+            flat = visual.head(flat)
+        elif getattr(visual, "proj", None) is not None:
+            flat = flat @ visual.proj.float()
+        flat = functional.normalize(flat, dim=-1)
+        found: Tensor = flat.transpose(1, 2).unflatten(2, tuple(places.shape[2:]))
+        return found
+
+    def form(self, view: View) -> Form:
+        return Form(_Prepare(view), self._collate, CHANCES + 1)
+
+    def _collate(self, prepared: list[dict[str, Any]]) -> Inputs:
+        image = torch.from_numpy(np.stack([each["image"] for each in prepared]))
+        return {"image": image, "text": self.tokenizer([each["text"] for each in prepared])}
+
+    @cached_property
+    def export_config(self) -> dict[str, Any]:
+        """What open_clip reads beside the weights."""
+        preprocess = self.net.visual.preprocess_cfg
+        return {
+            "model_cfg": self.config,
+            "preprocess_cfg": {
+                key: preprocess[key] for key in ("mean", "std", "interpolation", "resize_mode")
+            },
+        }
+
+    def export(self, folder: Path) -> None:
+        """A folder for `open_clip.create_model("local-dir:" + folder)`."""
+        save = need("safetensors.torch")
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {
+            name: each.detach().cpu().contiguous() for name, each in self.net.state_dict().items()
+        }
+        # FSDP2 takes no scalar parameters; open_clip's are.
+        shapes = {"logit_scale": (), "logit_bias": ()}
+        weights = {
+            name: each.reshape(shapes[name]) if name in shapes else each
+            for name, each in weights.items()
+        }
+        save.save_file(weights, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(self.export_config, indent=2))
+        if hasattr(self.tokenizer, "save_pretrained"):
+            self.tokenizer.save_pretrained(str(folder))
+
+
+class _Prepare:
+    """A sample -> its view, or its features, and one of its captions."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+
+    def __call__(self, sample: Sample, chances: NDArray[np.float64]) -> dict[str, Any]:
+        if "text" not in sample or not ("image" in sample or "features" in sample):
+            raise DataError(
+                "a sample must have an image, or its features, and a text, "
+                f"got {', '.join(sample)}",
+                "fields",
+            )
+        texts = sample["text"]
+        text = texts[int(chances[CHANCES] * len(texts))]
+        if "features" in sample:
+            return {"image": np.asarray(sample["features"], np.float32), "text": text}
+        return {"image": self.view(sample["image"], chances), "text": text}
+
+
+def find_config(name: str) -> dict[str, Any]:
+    """A model's config: ours or open_clip's by name, or from a JSON file, or from an exported
+    folder.
+    """
+    open_clip = need("open_clip")
+    path = Path(name)
+    for file in (path / CONFIG, path, CONFIGS / f"{name}.json"):
+        if file.is_file() and file.suffix == ".json":
+            found: dict[str, Any] = json.loads(file.read_text())
+            return dict(found.get("model_cfg", found))
+    found = open_clip.get_model_config(name)
+    if found is None:
+        import difflib  # noqa: PLC0415
+
+        names = [*open_clip.list_models(), *(each.stem for each in CONFIGS.glob("*.json"))]
+        near = ", ".join(difflib.get_close_matches(name, names, 3)) or "see open_clip.list_models()"
+        raise OptionError(
+            f"model must be a config of open_clip or a JSON file of one, got {name!r}; "
+            f"near it: {near}"
+        )
+    return found
+
+
+def _registered(config: dict[str, Any]) -> str:
+    """The name under which open_clip knows a config from now on."""
+    factory = need("open_clip.factory")
+    digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8)
+    name = f"tilewise-{digest.hexdigest()}"
+    factory._MODEL_CONFIGS[name] = config
+    return name
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without open_clip's warning that weights are random: it does not see those that we load."""
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(before)

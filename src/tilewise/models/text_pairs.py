@@ -1,0 +1,127 @@
+"""Queries with documents: any text encoder of sentence-transformers or Hugging Face."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilewise.data.loader import Form, Inputs
+from tilewise.data.samples import Sample
+from tilewise.data.views import View
+from tilewise.errors import DataError, OptionError
+from tilewise.models.base import PairModel
+from tilewise.models.libraries import need
+
+REMEDY = "pip install 'tilewise[text]'"
+
+
+class TextPairs(PairModel):
+    """One encoder for queries and documents: tokens -> rows (queries), cols (documents), negatives,
+    scale.
+
+    Args:
+        folder: of sentence-transformers, or of a Hugging Face model, whose tokens are averaged
+            then.
+        max_length: tokens of a text; 0 for what the model says.
+        query_prefix: put before queries, as some models want it; document_prefix before documents.
+    """
+
+    def __init__(
+        self, folder: str, *, max_length: int = 0, query_prefix: str = "", document_prefix: str = ""
+    ) -> None:
+        super().__init__()
+        if not Path(folder).is_dir():
+            raise OptionError(
+                f"model must be a local folder of a text encoder, got {folder!r}; "
+                "copy it here first"
+            )
+        library = need("sentence_transformers", REMEDY)
+        self.net: Any = library.SentenceTransformer(folder, device="cpu", local_files_only=True)
+        self.tokenizer = self.net.tokenizer
+        self.max_length = max_length or int(self.net.max_seq_length or 512)
+        self.prefixes = {"query": query_prefix, "positive": document_prefix}
+        self.logit_scale = nn.Parameter(torch.zeros(()))
+        self.pretrained = False  # its scale
+
+    @property
+    def log_scale(self) -> nn.Parameter:
+        return self.logit_scale
+
+    def forward(self, **tokens: Tensor) -> dict[str, Tensor]:
+        """query_ids, query_mask, positive_ids, positive_mask: (n, length);
+        negatives_*: (n, H, length).
+        """
+        out = {
+            "rows": self._embedded(tokens["query_ids"], tokens["query_mask"]),
+            "cols": self._embedded(tokens["positive_ids"], tokens["positive_mask"]),
+            "scale": self.logit_scale.exp(),
+        }
+        if "negatives_ids" in tokens:
+            ids, mask = tokens["negatives_ids"], tokens["negatives_mask"]
+            flat = self._embedded(ids.flatten(0, 1), mask.flatten(0, 1))
+            out["negatives"] = flat.unflatten(0, ids.shape[:2])
+        return out
+
+    def _embedded(self, ids: Tensor, mask: Tensor) -> Tensor:
+        out = self.net({"input_ids": ids, "attention_mask": mask})["sentence_embedding"]
+        return functional.normalize(out, dim=-1)
+
+    def tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """(n, length) of the longest; the rest is masked."""
+        found = self.tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self.max_length,
+            return_tensors="pt",
+        )
+        return found["input_ids"], found["attention_mask"]
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        ids, mask = self.tokens(texts)
+        return self._embedded(ids.to(self.device), mask.to(self.device)).float()
+
+    def form(self, view: View) -> Form:
+        return Form(_prepare, self._collate, 1)
+
+    def _collate(self, prepared: list[dict[str, Any]]) -> Inputs:
+        inputs: Inputs = {}
+        for name, prefix in self.prefixes.items():
+            ids, mask = self.tokens([prefix + each[name] for each in prepared])
+            inputs |= {f"{name}_ids": ids, f"{name}_mask": mask}
+        counts = {len(each["negatives"]) for each in prepared}
+        if len(counts) > 1:
+            raise DataError(
+                "all samples must have the same number of hard negatives, "
+                f"got {sorted(counts)}; cut or fill them up"
+            )
+        if count := counts.pop():
+            prefix = self.prefixes["positive"]
+            flat = [prefix + text for each in prepared for text in each["negatives"]]
+            ids, mask = (part.unflatten(0, (-1, count)) for part in self.tokens(flat))
+            inputs |= {"negatives_ids": ids, "negatives_mask": mask}
+        return inputs
+
+    def export(self, folder: Path) -> None:
+        """A folder for `SentenceTransformer(folder)` and, as its parts, for transformers."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.net.save(str(folder))
+
+
+def _prepare(sample: Sample, chances: NDArray[np.float64]) -> dict[str, Any]:
+    if "query" in sample and "positive" in sample:
+        return {name: sample.get(name, ()) for name in ("query", "positive", "negatives")}
+    # Two of several texts that belong together: paraphrases, captions of one image.
+    texts = sample.get("text", ())
+    if len(texts) < 2:
+        raise DataError(
+            f"a sample must have a query and a positive, or two texts, got {', '.join(sample)}",
+            "fields",
+        )
+    first = int(chances[0] * len(texts))
+    return {"query": texts[first], "positive": texts[(first + 1) % len(texts)], "negatives": ()}

@@ -1,0 +1,120 @@
+"""Two views of each image (SimCLR): an image tower of timm or open_clip with a projector."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilewise.data.loader import Form, Inputs
+from tilewise.data.samples import Sample
+from tilewise.data.views import CHANCES, View
+from tilewise.errors import DataError, OptionError
+from tilewise.models.base import PairModel
+from tilewise.models.libraries import need
+from tilewise.models.weights import load_strictly, read_weights
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+
+class TwoViews(PairModel):
+    """(first, second) views -> rows, cols, scale.
+
+    What is evaluated are features before the projector.
+
+    Args:
+        name: a model of timm.
+        projector: widths of its layers.
+        image_size: pixels a side; 0 for timm's.
+        pretrained: file of weights of the backbone.
+    """
+
+    def __init__(
+        self, name: str, projector: Sequence[int], *, image_size: int = 0, pretrained: str = ""
+    ) -> None:
+        super().__init__()
+        timm = need("timm")
+        if not timm.is_model(name):
+            near = ", ".join(timm.list_models(f"*{name[:6]}*")[:3]) or "see timm.list_models()"
+            raise OptionError(
+                f"model must be a name that timm knows, got {name!r}; near it: {near}"
+            )
+        self.name = name
+        self.backbone: Any = timm.create_model(name, num_classes=0)
+        if image_size and hasattr(self.backbone, "set_input_size"):
+            self.backbone.set_input_size(image_size)
+        if pretrained:
+            load_strictly(self.backbone, read_weights(Path(pretrained)), Path(pretrained))
+        self.image_size = image_size or int(self.backbone.default_cfg["input_size"][1])
+        self.projector = _projector([self.backbone.num_features, *projector])
+        self.logit_scale = nn.Parameter(torch.zeros(()))
+        self.set_pixels(MEAN, STD)
+
+    @property
+    def log_scale(self) -> nn.Parameter:
+        return self.logit_scale
+
+    def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        """first, second: (n, 3, size, size) bytes."""
+        projected = self.projector(self._features(torch.cat((first, second))))
+        rows, cols = functional.normalize(projected, dim=-1).chunk(2)
+        return {"rows": rows, "cols": cols, "scale": self.logit_scale.exp()}
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        features: Tensor = self.backbone(self.normalised(pixels))
+        return features
+
+    def images(self, pixels: Tensor) -> Tensor:
+        return functional.normalize(self._features(pixels).float(), dim=-1)
+
+    def form(self, view: View) -> Form:
+        return Form(_TwoViews(view), _collate, 2 * CHANCES)
+
+    def export(self, folder: Path) -> None:
+        """The backbone, for `timm.create_model(name, num_classes=0, checkpoint_path=...)`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {
+            name: each.detach().cpu().contiguous()
+            for name, each in self.backbone.state_dict().items()
+        }
+        need("safetensors.torch").save_file(weights, folder / "model.safetensors")
+        about = {
+            "architecture": self.name,
+            "num_classes": 0,
+            "image_size": self.image_size,
+            "mean": MEAN,
+            "std": STD,
+        }
+        (folder / "config.json").write_text(json.dumps(about, indent=2))
+
+
+class _TwoViews:
+    def __init__(self, view: View) -> None:
+        self.view = view
+
+    def __call__(self, sample: Sample, chances: NDArray[np.float64]) -> dict[str, Any]:
+        if "image" not in sample:
+            raise DataError(f"a sample must have an image, got {', '.join(sample)}", "fields")
+        first, second = (self.view(sample["image"], chances[i * CHANCES :]) for i in range(2))
+        return {"first": first, "second": second}
+
+
+def _collate(prepared: list[dict[str, Any]]) -> Inputs:
+    return {
+        name: torch.from_numpy(np.stack([each[name] for each in prepared]))
+        for name in ("first", "second")
+    }
+
+
+def _projector(widths: Sequence[int]) -> nn.Sequential:
+    """Linear layers with ReLU between them."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

@@ -1,0 +1,69 @@
+"""Weights from a local file: tensors only, nothing that could run."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import CheckpointError
+from tilewise.models.libraries import need
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Of a safetensors file, or a PyTorch file that holds nothing but tensors."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"weights must be a local file, got {path}, which is not there; copy them here first"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            found: Any = need("safetensors.torch").load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as weights: {type(error).__name__}: {error}"
+        ) from error
+    found = found.get("state_dict", found) if isinstance(found, dict) else found
+    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+        raise CheckpointError(
+            f"{path} must hold tensors by name, got something else; save a state_dict"
+        )
+    return {name.removeprefix("module."): each for name, each in found.items()}
+
+
+def load_weights(net: nn.Module, path: Path, open_clip: ModuleType) -> None:
+    """Into a model of open_clip, whose older layouts are converted; into the image tower if that
+    is what they are.
+    """
+    weights = read_weights(path)
+    own = net.state_dict()
+    if "positional_embedding" in weights and "positional_embedding" not in own:
+        weights = need("open_clip.model").convert_to_custom_text_state_dict(weights)
+    visual = {
+        name.removeprefix("visual."): each
+        for name, each in own.items()
+        if name.startswith("visual.")
+    }
+    target, known = net, own
+    if not set(weights) & set(own):
+        target, known = net.get_submodule("visual"), visual
+    for name in ("logit_scale", "logit_bias"):
+        if name in weights and name in known:
+            weights[name] = weights[name].reshape(known[name].shape)
+    load_strictly(target, weights, path)
+
+
+def load_strictly(module: nn.Module, weights: dict[str, Tensor], origin: Path) -> None:
+    """All of them, and all that the module has; else an error that says which do not fit."""
+    own = module.state_dict()
+    missing = sorted(set(own) - set(weights))
+    unknown = sorted(set(weights) - set(own))
+    other = [name for name in set(own) & set(weights) if own[name].shape != weights[name].shape]
+    if missing or unknown or other:
+        kinds = (missing, "missing"), (unknown, "unknown"), (sorted(other), "of another shape")
+        said = [f"{len(names)} {what} ({names[0]}, ...)" for names, what in kinds if names]
+        raise CheckpointError(f"{origin} holds weights of another model: {', '.join(said)}")
+    module.load_state_dict(weights)

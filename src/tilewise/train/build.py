@@ -1,0 +1,74 @@
+"""A configuration's model, views and order."""
+
+import torch
+from torch import nn
+
+from tilewise.data.views import View
+from tilewise.models.base import PairModel
+from tilewise.models.image_text import ImageText
+from tilewise.models.text_pairs import TextPairs
+from tilewise.models.two_views import TwoViews
+from tilewise.train.config import Config, DataConfig
+
+
+def make_model(config: Config) -> PairModel:
+    """The model, with its weights, as the configuration begins; the same on all ranks."""
+    torch.manual_seed(config.run.seed)
+    model, loss = config.model, config.loss
+    if model.kind == "text":
+        made: PairModel = TextPairs(model.model, max_length=model.max_length)
+    elif model.kind == "simclr":
+        made = TwoViews(
+            model.model, model.projector, image_size=model.image_size, pretrained=model.pretrained
+        )
+    else:
+        made = _image_text(config)
+    if not (isinstance(made, ImageText) and made.pretrained):
+        made.set_scale(1 / loss.temperature, learn=loss.learn_temperature)
+    if model.grad_checkpointing:
+        _checkpoint(made)
+    return made
+
+
+def _image_text(config: Config) -> ImageText:
+    model = config.model
+    options = {
+        "force_context_length": model.max_length or None,
+        "force_image_size": model.image_size or None,
+        "force_patch_dropout": model.patch_dropout or None,
+        "init_logit_bias": config.loss.init_bias if config.loss.loss == "siglip" else None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    made = ImageText(model.model, pretrained=model.pretrained, **given)
+    if model.lock_image:
+        made.lock_image()
+    if model.lock_text:
+        made.lock_text()
+    return made
+
+
+def _checkpoint(model: PairModel) -> None:
+    """Of whatever part knows how."""
+    parts = (each for each in model.modules() if each is not model)
+    outer = next((each for each in parts if _checkpointable(each)), None)
+    if outer is not None:
+        name = (
+            "set_grad_checkpointing"
+            if hasattr(outer, "set_grad_checkpointing")
+            else "gradient_checkpointing_enable"
+        )
+        getattr(outer, name)()
+
+
+def _checkpointable(module: nn.Module) -> bool:
+    return hasattr(module, "set_grad_checkpointing") or hasattr(
+        module, "gradient_checkpointing_enable"
+    )
+
+
+def train_view(data: DataConfig, size: int) -> View:
+    """How training sees an image."""
+    return View(
+        size or 1, crop_scale=data.crop_scale, flip=data.flip, jitter=data.jitter,
+        grayscale=data.grayscale, blur=data.blur,
+    )  # fmt: skip

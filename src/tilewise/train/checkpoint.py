@@ -1,0 +1,261 @@
+"""Checkpoints: a folder a step, written whole or not at all, checked when it is read.
+
+    step-00000120/
+      model.safetensors        weights by name
+      ema.safetensors          their moving average, if there is one
+      optimizer.safetensors    tensors of the optimizer's state, by name of the weight
+      pool-00000.safetensors   the pool of negatives of each rank, with a .json, if there is one
+      state.json               format, step, samples seen, configuration, versions, and what else
+                               the optimizer knows
+      manifest.json            bytes and SHA-256 of every other file
+
+The order of data, crops, dropout and the learning rate are functions of seed and step, so nothing
+of them needs to be saved.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as full_state
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tilewise.errors import CheckpointError
+from tilewise.models.libraries import need
+from tilewise.models.weights import read_weights
+from tilewise.train.setup import whole
+
+FORMAT = 1
+BLOCK = 2**22  # bytes read at a time
+MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
+STATE, MANIFEST = "state.json", "manifest.json"
+_FULL = full_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass
+class Snapshot:
+    """What a checkpoint holds, in host memory."""
+
+    step: int = 0
+    samples: int = 0
+    model: dict[str, Tensor] = field(default_factory=dict)
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)  # "state" by weight, "param_groups"
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Whole weights and the optimizer's state; all ranks call it, the first one gets them."""
+    weights: Any = full_state.get_model_state_dict(model, options=_FULL)
+    moments: Any = full_state.get_optimizer_state_dict(model, optimizer, options=_FULL)
+    return Snapshot(model=dict(weights), optimizer=dict(moments))
+
+
+def ema_state(average: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same of the average."""
+    return {name: whole(each).cpu() for name, each in average.items()}
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, found: Snapshot) -> None:
+    """Load a snapshot into both, on all ranks; each has read it."""
+    _check_fits(model, found)
+    weights: Any = found.model
+    full_state.set_model_state_dict(model, weights, options=_FULL)
+    full_state.set_optimizer_state_dict(model, optimizer, found.optimizer, options=_FULL)
+
+
+def _check_fits(model: nn.Module, found: Snapshot) -> None:
+    """Of the same model: names and sizes."""
+    own = {name: each.numel() for name, each in model.state_dict().items()}
+    got = {name: each.numel() for name, each in found.model.items()}
+    wrong = [name for name in {**own, **got} if own.get(name) != got.get(name)]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {len(wrong)} weights differ, such as {wrong[0]} "
+            f"({got.get(wrong[0], 'no')} numbers, want {own.get(wrong[0], 'none')}); resume with "
+            "the configuration of its run"
+        )
+
+
+def restore_average(average: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Into the average, sharded or not."""
+    for name, each in average.items():
+        if name not in found:
+            raise CheckpointError(f"the checkpoint has no average of {name}; resume with ema = 0")
+        source = found[name].to(each.device)
+        if isinstance(each, DTensor):
+            source = distribute_tensor(source, each.device_mesh, each.placements)
+        each.copy_(source)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """The folder that a checkpoint is written to before it gets its name."""
+    draft = folder / f".step-{step:08d}.draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    return draft
+
+
+def write_pool(draft: Path, rank: int, state: dict[str, Any]) -> None:
+    """The pool of one rank, which writes it itself: it may be large."""
+    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+    facts = {name: x for name, x in state.items() if not isinstance(x, Tensor)}
+    write_tensors(draft / f"pool-{rank:05d}.safetensors", tensors)
+    (draft / f"pool-{rank:05d}.json").write_text(json.dumps(facts))
+
+
+def load_pool(folder: Path, rank: int) -> dict[str, Any] | None:
+    """The pool of a rank, if there is one for it."""
+    path = folder / f"pool-{rank:05d}.safetensors"
+    if not path.exists():
+        return None
+    facts: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+    return {**read_weights(path), **facts}
+
+
+def save(draft: Path, shot: Snapshot) -> Path:
+    """Write the rest and rename it: whoever reads finds all of it or nothing."""
+    target = draft.with_name(f"step-{shot.step:08d}")
+    try:
+        _write_all(draft, shot)
+        shutil.rmtree(target, ignore_errors=True)  # of a run that was taken up before it
+        os.replace(draft, target)
+        _sync(target.parent)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"{target} could not be written: {error}; the checkpoints before it are as they were"
+        ) from error
+    return target
+
+
+def _write_all(draft: Path, shot: Snapshot) -> None:
+    moments, scalars = _apart(shot.optimizer)
+    for name, tensors in ((MODEL, shot.model), (EMA, shot.ema), (OPTIMIZER, moments)):
+        if tensors:
+            write_tensors(draft / name, tensors)
+    known = {"format": FORMAT, "step": shot.step, "samples": shot.samples, "optimizer": scalars}
+    (draft / STATE).write_text(json.dumps({**known, **shot.about}, indent=1))
+    manifest = {
+        file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        for file in sorted(draft.iterdir())
+    }
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for file in draft.iterdir():
+        _sync(file)
+    _sync(draft)
+
+
+def _apart(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by "weight/name", and the rest."""
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {"state": {}, "param_groups": optimizer.get("param_groups", [])}
+    for weight, own in optimizer.get("state", {}).items():
+        tensors |= {f"{weight}/{name}": x for name, x in own.items() if isinstance(x, Tensor)}
+        rest["state"][weight] = {n: x for n, x in own.items() if not isinstance(x, Tensor)}
+    return tensors, rest
+
+
+def _joined(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """What was taken apart."""
+    state: dict[str, Any] = {weight: dict(own) for weight, own in rest["state"].items()}
+    for key, tensor in tensors.items():
+        weight, name = key.rsplit("/", 1)
+        state[weight][name] = tensor
+    return {"state": state, "param_groups": rest["param_groups"]}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """As safetensors, each with memory of its own."""
+    apart = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    need("safetensors.torch").save_file(apart, path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def load(folder: Path) -> Snapshot:
+    """Read a checkpoint whose files are as they were written."""
+    check(folder)
+    state = load_state(folder)
+    names = (MODEL, EMA, OPTIMIZER)
+    there = {name: (folder / name).exists() for name in names}
+    model, ema, moments = (read_weights(folder / name) if there[name] else {} for name in names)
+    optimizer = _joined(moments, state["optimizer"])
+    return Snapshot(state["step"], state["samples"], model, ema, optimizer, state)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """All but the tensors."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} is of format {state.get('format')}, and this tilewise reads {FORMAT}; use "
+            f"the version that wrote it: {state.get('versions')}"
+        )
+    return state
+
+
+def check(folder: Path) -> None:
+    """Raise unless every file is as it was written."""
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder} is no checkpoint, it has no {MANIFEST}; give a folder such as "
+            "runs/NAME/checkpoints/step-00000100"
+        )
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        wrong = [name for name, known in manifest.items() if not _is_whole(folder / name, known)]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
+    if wrong or STATE not in manifest or MODEL not in manifest:
+        raise CheckpointError(
+            f"{folder} is damaged: {', '.join(wrong) or 'its manifest'} is not as it was written; "
+            "resume from an older one"
+        )
+
+
+def _is_whole(file: Path, known: dict[str, Any]) -> bool:
+    right_size = file.is_file() and file.stat().st_size == known["bytes"]
+    return bool(right_size and _digest(file) == known["sha256"])
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """Its checkpoints, oldest first."""
+    return sorted(folder.glob("step-*[0-9]"))
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest one that is whole."""
+    for found in reversed(steps_in(folder)):
+        try:
+            check(found)
+        except CheckpointError:
+            continue
+        return found
+    return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest."""
+    for old in steps_in(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)

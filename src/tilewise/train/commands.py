@@ -1,0 +1,126 @@
+"""`tilewise train`, `tilewise eval`, `tilewise export`: from the command line to a configuration
+and back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tilewise.errors import CheckpointError, OptionError
+from tilewise.evaluate.report import metrics_table, save_metrics
+from tilewise.evaluate.suite import Suite
+from tilewise.models.base import PairModel
+from tilewise.models.libraries import need
+from tilewise.models.weights import load_strictly
+from tilewise.train import checkpoint, configfile
+from tilewise.train.build import make_model
+from tilewise.train.config import Config
+from tilewise.train.loop import train
+from tilewise.train.setup import start
+
+DEFAULT = "emoji"
+
+
+def train_command(args: Sequence[str]) -> int:
+    """tilewise train [RECIPE or TOML file] [--field value ...] [--print-config]."""
+    recipe, flags = _first(args, DEFAULT)
+    if any(flag in ("-h", "--help") for flag in flags):
+        print(f"recipes: {', '.join(configfile.recipes())}\n")  # noqa: T201 - a command
+    printed = "--print-config" in flags
+    flags = [flag for flag in flags if flag != "--print-config"]
+    config = configfile.with_flags(configfile.read(recipe), flags, prog="tilewise train [RECIPE]")
+    if printed:
+        print(configfile.to_toml(config))  # noqa: T201
+        return 0
+    for name in ("rich", "matplotlib", "safetensors", "PIL"):
+        need(name)
+    train(config)
+    return 0
+
+
+def eval_command(args: Sequence[str]) -> int:
+    """tilewise eval RUN, CHECKPOINT or recipe [--field value ...]."""
+    place, flags = _first(args, "")
+    found = _checkpoint(place) if Path(place).is_dir() else None
+    base = _config_of(found) if found is not None else configfile.read(place or DEFAULT)
+    config = configfile.with_flags(base, flags, prog="tilewise eval [RUN]")
+    suite = Suite(config.eval, config.data.workers)
+    model = _loaded(config, found)
+    device = start(config.run.device, config.run.timeout_s).device
+    folder = (
+        Path(config.run.logs) / "eval"
+        if found is None
+        else found.parent.parent / f"eval-{found.name}"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = suite.run(model.to(device), folder)
+    save_metrics(folder / "metrics.json", metrics)
+    console = need("rich.console").Console()
+    console.print(metrics_table(metrics))
+    console.print(
+        f"saved to {folder}: metrics.json, pictures (*.png)", highlight=False, soft_wrap=True
+    )
+    return 0
+
+
+def export_command(args: Sequence[str]) -> int:
+    """tilewise export RUN-or-CHECKPOINT FOLDER."""
+    if len(args) != 2 or args[0].startswith("-"):
+        raise OptionError(
+            "tilewise export takes a run or a checkpoint, and the folder to write: "
+            "tilewise export runs/NAME model"
+        )
+    found = _checkpoint(args[0])
+    target = Path(args[1])
+    if target.exists() and any(target.iterdir()):
+        raise OptionError(f"the folder to export to must be new or empty, got {target}")
+    _loaded(_config_of(found), found).export(target)
+    print(f"exported {found} to {target}")  # noqa: T201
+    return 0
+
+
+def _first(args: Sequence[str], default: str) -> tuple[str, list[str]]:
+    """The name that stands before all flags, if one does."""
+    if args and not args[0].startswith("-"):
+        return args[0], list(args[1:])
+    return default, list(args)
+
+
+def _checkpoint(place: str) -> Path:
+    """Of a run, its newest that is whole; or the one named."""
+    path = Path(place)
+    if (path / checkpoint.MANIFEST).is_file():
+        return path
+    found = checkpoint.latest(path / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"{place} is no checkpoint and no run with one; give a folder such as runs/NAME"
+        )
+    return found
+
+
+def _config_of(found: Path) -> Config:
+    """That of the run that a checkpoint belongs to."""
+    tables = checkpoint.load_state(found)["config"]
+    config = configfile.from_tables(tables, str(found))
+    return replace(config, run=replace(config.run, resume=""))
+
+
+def _loaded(config: Config, found: Path | None) -> PairModel:
+    """With the weights of a checkpoint: their average, if it has one."""
+    if found is None:
+        return make_model(config)
+    shot = checkpoint.load(found)
+    # The checkpoint has them all: what the run began with need not be there any more.
+    model = make_model(replace(config, model=replace(config.model, pretrained="")))
+    weights = {**shot.model, **shot.ema}
+    own = model.state_dict()
+    load_strictly(
+        model,
+        {
+            name: x.reshape(own[name].shape) if x.numel() == 1 and name in own else x
+            for name, x in weights.items()
+        },
+        found,
+    )
+    return model

@@ -1,0 +1,134 @@
+"""Configurations as TOML files, recipes by name, and flags for every field."""
+
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import OptionError
+from tilewise.models.libraries import need
+from tilewise.train.config import Config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RECIPES = resources.files("tilewise") / "recipes"
+
+
+def recipes() -> list[str]:
+    """Names of the recipes that come with tilewise."""
+    return sorted(
+        each.name.removesuffix(".toml") for each in RECIPES.iterdir() if each.name.endswith(".toml")
+    )
+
+
+def read(name: str) -> Config:
+    """A recipe by name, or a TOML file."""
+    path = Path(name)
+    if name in recipes():
+        text = (RECIPES / f"{name}.toml").read_text("utf-8")
+    elif path.is_file():
+        text = path.read_text("utf-8")
+    else:
+        near = ", ".join(difflib.get_close_matches(name, recipes(), 3)) or ", ".join(recipes())
+        raise OptionError(f"there is no recipe or TOML file {name!r}; recipes near it: {near}")
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise OptionError(f"{name} is not TOML: {error}") from error
+    return from_tables(tables, name)
+
+
+def from_tables(tables: dict[str, Any], origin: str) -> Config:
+    """Tables by section; what is not there keeps its default, what is not known is refused."""
+    sections = {each.name: each.default_factory for each in dataclasses.fields(Config)}
+    _check_known(tables, sections, f"{origin}: table")
+    made = {}
+    for name, values in tables.items():
+        section: Any = sections[name]
+        if not isinstance(values, dict):
+            raise OptionError(f"{origin}: {name} must be a table, [{name}], got {values!r}")
+        known = {each.name: each for each in dataclasses.fields(section)}
+        _check_known(values, known, f"{origin}: field of [{name}]")
+        made[name] = section(
+            **{
+                key: _typed(value, known[key], f"{origin}: {name}.{key}")
+                for key, value in values.items()
+            }
+        )
+    return Config(**made)
+
+
+def _check_known(given: dict[str, Any], known: dict[str, Any], what: str) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise OptionError(f"unknown {what}: {name!r}; {hint}")
+
+
+def _typed(value: Any, known: Any, where: str) -> Any:
+    """TOML's value as the field's type, judged by its default: lists are tuples, whole numbers may
+    be floats.
+    """
+    default = known.default
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    mixed = known.name == "keep" and (value == "auto" or isinstance(value, (int, float)))
+    if type(value) is not type(default) and not mixed:
+        raise OptionError(f"{where} must be of type {type(default).__name__}, got {value!r}")
+    choices = _choices(known.type)
+    for one in value if isinstance(value, tuple) else (value,):
+        if choices and not mixed and one not in choices:
+            near = difflib.get_close_matches(str(one), choices, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"{where} must be one of {', '.join(choices)}, got {one!r}{hint}")
+    return value
+
+
+def _choices(kind: Any) -> list[str]:
+    """What a Literal allows, also inside a tuple."""
+    import typing  # noqa: PLC0415
+
+    if typing.get_origin(kind) is typing.Literal:
+        return list(typing.get_args(kind))
+    return [name for part in typing.get_args(kind) for name in _choices(part)]
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, as `read` takes it."""
+    lines = []
+    for section, values in dataclasses.asdict(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_written(value)}" for name, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _written(value: Any) -> str:
+    """JSON's strings, numbers, truth values and lists are TOML's as well."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def with_flags(config: Config, flags: Sequence[str], *, prog: str) -> Config:
+    """The configuration with any of its fields given as flags:
+    --lr 3e-4 --lock-image --retrieval a b.
+    """
+    tyro = need("tyro")
+    marked = tyro.conf.OmitArgPrefixes[Config]
+    made: Config = tyro.cli(
+        marked,
+        prog=prog,
+        default=config,
+        args=list(flags),
+        description="Train a contrastive model.",
+    )
+    return made

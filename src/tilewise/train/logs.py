@@ -1,0 +1,235 @@
+"""What a run leaves behind and shows: a folder, a log, a line on the screen."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilewise
+from tilewise import measure
+from tilewise.errors import OptionError
+from tilewise.models.libraries import need
+
+METRICS = "metrics.jsonl"
+
+
+def versions() -> dict[str, str]:
+    """Of what a run depends on, and the commit of a checkout."""
+    from importlib import metadata  # noqa: PLC0415
+
+    names = (
+        "torch",
+        "numpy",
+        "open_clip_torch",
+        "timm",
+        "sentence-transformers",
+        "triton",
+        "safetensors",
+        "pillow",
+    )
+    found = {"tilewise": tilewise.__version__, "python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**found, "commit": _commit()}
+
+
+def _commit() -> str:
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=10",
+    ]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def make_folder(folder: Path, *, resume: bool) -> None:
+    """The run's; one that has a log is taken up again only if asked for."""
+    if (folder / METRICS).exists() and not resume:
+        raise OptionError(
+            f"the run folder {folder} is there already; take another --name, or go on with "
+            "--resume latest"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"logs must be a folder that can be made, got {folder}: {error.strerror}"
+        ) from error
+
+
+def default_name(model: str) -> str:
+    """Model and time."""
+    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(model).name)
+    return f"{plain}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+class Log:
+    """Numbers by step: metrics.jsonl, and what else is asked for.
+
+    Only the first rank has one that writes.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        report_to: tuple[str, ...] = (),
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.writers: list[Any] = []
+        if folder is not None and "tensorboard" in report_to:
+            self.writers.append(_TensorBoard(folder))
+        if folder is not None and "wandb" in report_to:
+            self.writers.append(_Wandb(folder, about or {}))
+
+    def add(self, step: int, **numbers: float) -> None:
+        """A line of them."""
+        if self.folder is None:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps({"step": step, "time": now, **numbers}) + "\n")
+        for writer in self.writers:
+            writer.add(step, numbers)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All lines so far; of steps that were done twice the later."""
+        if self.folder is None or not (self.folder / METRICS).exists():
+            return []
+        lines = [json.loads(line) for line in (self.folder / METRICS).read_text().splitlines()]
+        last = {(row["step"], "loss" in row): row for row in lines}
+        return sorted(last.values(), key=lambda row: (row["step"], "loss" not in row))
+
+    def close(self) -> None:
+        """Write what is left."""
+        for writer in self.writers:
+            writer.close()
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        need("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
+        self.run = need("wandb", "pip install wandb").init(
+            project="tilewise", name=folder.name, dir=folder, config=about
+        )
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Screen:
+    """The state of a run: a bar where someone watches, a line now and then elsewhere."""
+
+    QUIET_S = 10.0  # between lines where nobody watches
+
+    def __init__(self, steps: int, *, shown: bool) -> None:
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self.console = Console(quiet=not shown, soft_wrap=True)
+        self.shown, self.steps, self.said = shown, steps, 0.0
+        live = shown and self.console.is_terminal
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=self.console,
+            disable=not live,
+            transient=True,
+        )
+        self.live = live
+        self.task: Any = None
+
+    def begin(self, step: int) -> None:
+        """Training starts, at this step."""
+        self.bar.start()
+        self.task = self.bar.add_task("training", total=self.steps, completed=step, numbers="")
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        """After a step."""
+        said = shown(numbers)
+        self.bar.update(self.task, completed=step, numbers=said)
+        now = time.monotonic()
+        last = step == self.steps
+        if self.shown and not self.live and (now - self.said > self.QUIET_S or last):
+            self.said = now
+            left = numbers.get("eta_s", 0.0)
+            self.console.print(
+                f"step {step}/{self.steps}  {said}  {left:.0f} s left", highlight=False
+            )
+            sys.stdout.flush()
+
+    def say(self, text: Any) -> None:
+        """A line, or a table."""
+        self.console.print(text, highlight=False)
+
+    def end(self) -> None:
+        """Training is over."""
+        self.bar.stop()
+
+
+def shown(numbers: dict[str, float]) -> str:
+    """The numbers of a step on a line."""
+    forms = {
+        "loss": "loss {:.4f}",
+        "scale": "scale {:.1f}",
+        "lr": "lr {:.1e}",
+        "pairs_per_s": "{:,.0f} pairs/s",
+        "memory_mib": "{:,.0f} MiB",
+    }
+    return "  ".join(form.format(numbers[name]) for name, form in forms.items() if name in numbers)
+
+
+def memory_mib(device: torch.device) -> float:
+    """Most memory that was in use: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource  # noqa: PLC0415
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def machine(device: torch.device) -> str:
+    """On what."""
+    return str(measure.machine(device))

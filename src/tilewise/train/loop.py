@@ -1,0 +1,282 @@
+"""Training: steps, and between them evaluation, checkpoints and records."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilewise.data.featurecache import cached_features, key_of
+from tilewise.data.loader import Batches
+from tilewise.data.order import Order
+from tilewise.data.samples import Source
+from tilewise.data.sources import open_source
+from tilewise.data.views import View
+from tilewise.errors import DataError, OptionError
+from tilewise.evaluate import plots
+from tilewise.evaluate.report import metrics_table, save_metrics
+from tilewise.evaluate.suite import Suite
+from tilewise.models.base import PairModel, evaluating
+from tilewise.train import checkpoint, logs
+from tilewise.train.build import make_model, train_view
+from tilewise.train.config import Config
+from tilewise.train.configfile import to_toml
+from tilewise.train.setup import Ranks, start
+from tilewise.train.stepping import Stepper
+
+FEW = 1000  # samples below which the share of damaged ones says nothing
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    folder: Path
+    steps: int
+    metrics: dict[str, float]
+
+
+def train(config: Config) -> Outcome:
+    """Train as configured, evaluate, save; all ranks call it."""
+    ranks = start(config.run.device, config.run.timeout_s)
+    outcome = Trainer(config, ranks).run()
+    ranks.stop()
+    return outcome
+
+
+class Trainer:
+    """One run on one rank."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
+        # What can be wrong is found before anything is written.
+        self.suite = Suite(config.eval, config.data.workers)
+        source = open_source(config.data.train_data)
+        batch = config.step.batch_size
+        if batch < ranks.world:
+            raise OptionError(
+                f"batch_size must be at least a pair a rank, got {batch} for {ranks.world} ranks"
+            )
+        self.model: PairModel = make_model(config).to(ranks.device)
+        self.stepper = Stepper(config, ranks, self.model)
+        self.source = self._cached(source) if config.data.feature_cache else source
+        self.batches = self._batches()
+        _check_sample(self.batches)
+        self.steps = config.run.steps or max(1, int(config.run.epochs * len(self.source) / batch))
+        self.first_step = 0
+        self.folder = self._open_folder()
+        log_folder = self.folder if ranks.is_first else None
+        self.log = logs.Log(log_folder, config.run.report_to, asdict(config))
+
+    def _cached(self, source: Source) -> Source:
+        """With the features of the locked tower, which the first rank computes if need be."""
+        data, model = self.config.data, self.model
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        key = key_of(data.train_data, len(source), model.image_size, *frozen)
+
+        def embed(pixels: NDArray[np.uint8]) -> Tensor:
+            inputs = {"image": torch.from_numpy(pixels).to(self.ranks.device)}
+            with self.stepper.autocast(), evaluating(model):
+                return model.precompute(inputs)["image"]
+
+        def cached() -> Source:
+            path = Path(data.feature_cache) / f"{key}.npy"
+            form, batch = model.form(View(model.image_size)), self.config.eval.eval_batch
+            return cached_features(source, path, embed, form=form, batch=batch)
+
+        if self.ranks.is_first:
+            cached()
+        self.ranks.wait()
+        return cached()
+
+    def _batches(self) -> Batches:
+        data, ranks = self.config.data, self.ranks
+        return Batches(
+            source=self.source,
+            form=self.model.form(train_view(data, self.model.image_size)),
+            order=Order(len(self.source), self.config.run.seed, data.shuffle_window),
+            size=self.config.step.batch_size,
+            rank=ranks.rank,
+            world=ranks.world,
+            workers=data.workers,
+            pin=ranks.device.type == "cuda",
+        )
+
+    def _open_folder(self) -> Path:
+        """The run's folder, and where to go on from, alike on all ranks."""
+        run = self.config.run
+        name: str = self.ranks.tell(run.name or self._name())
+        folder = Path(run.logs) / name
+        if self.ranks.is_first:
+            logs.make_folder(folder, resume=bool(run.resume))
+        if run.resume:
+            self._resume(folder)
+        if self.ranks.is_first:
+            named = replace(self.config, run=replace(run, name=name))
+            (folder / "config.toml").write_text(to_toml(named))
+            about = {
+                "versions": logs.versions(),
+                "machine": logs.machine(self.ranks.device),
+                "ranks": self.ranks.world,
+            }
+            (folder / "versions.json").write_text(json.dumps(about, indent=1))
+        return folder
+
+    def _name(self) -> str:
+        """A new one; or that of the run to go on with."""
+        run = self.config.run
+        if not run.resume:
+            return logs.default_name(self.config.model.model)
+        if run.resume != "latest":
+            return Path(run.resume).resolve().parent.parent.name
+        runs = Path(run.logs).glob(f"*/{logs.METRICS}")
+        newest = max(runs, key=lambda file: file.stat().st_mtime, default=None)
+        if newest is None:
+            raise OptionError(f"there is no run in {run.logs} to resume; leave --resume out")
+        return newest.parent.name
+
+    def _resume(self, folder: Path) -> None:
+        given = self.config.run.resume
+        newest = checkpoint.latest(folder / "checkpoints") if given == "latest" else Path(given)
+        found: Path | None = self.ranks.tell(newest)
+        if found is None:
+            return  # the run was stopped before its first checkpoint
+        shot = checkpoint.load(found)
+        checkpoint.restore(self.model, self.stepper.optimizer, shot)
+        if self.stepper.ema is not None:
+            checkpoint.restore_average(self.stepper.ema.average, shot.ema)
+        self.stepper.objective.pool_state = checkpoint.load_pool(found, self.ranks.rank)
+        self.first_step = shot.step
+
+    def run(self) -> Outcome:
+        """All steps that are left."""
+        screen = logs.Screen(self.steps, shown=self.ranks.is_first)
+        screen.say(self._headline())
+        metrics: dict[str, float] = {}
+        self.model.train()
+        screen.begin(self.first_step)
+        try:
+            for step, numbers in self._steps():
+                screen.step(step, numbers)
+                if step % self.config.run.log_every == 0 or step == self.steps:
+                    self.log.add(step, **numbers)
+                metrics = self._now_and_then(step) or metrics
+        finally:
+            screen.end()
+            self.log.close()
+        if self.ranks.is_first:
+            self._finish(metrics, screen)
+        return Outcome(self.folder, self.steps, metrics)
+
+    def _headline(self) -> str:
+        parameters = list(self.model.parameters())
+        weights = sum(p.numel() for p in parameters) / 1e6
+        trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
+        return (
+            f"{self.config.model.model}: {weights:.1f} M parameters, {trained:.1f} M to train; "
+            f"{len(self.source):,} samples; {self.steps:,} steps of "
+            f"{self.config.step.batch_size:,} pairs on {self.ranks.world} x "
+            f"{self.ranks.device.type}; to {self.folder}"
+        )
+
+    def _steps(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Steps taken, counted from 1, with their numbers."""
+        batches = self.batches.since(self.first_step)
+        begun, size = time.perf_counter(), self.config.step.batch_size
+        for step in range(self.first_step, self.steps):
+            started = time.perf_counter()
+            batch = next(batches)
+            self._check_bad(step)
+            waited = time.perf_counter() - started
+            numbers = self.stepper.step(step, self.steps, batch)
+            now = time.perf_counter()
+            each = (now - begun) / (step + 1 - self.first_step)
+            yield (
+                step + 1,
+                {
+                    **numbers,
+                    "data_s": waited,
+                    "step_s": now - started,
+                    "pairs_per_s": size / (now - started),
+                    "memory_mib": logs.memory_mib(self.ranks.device),
+                    "eta_s": (self.steps - step - 1) * each,
+                },
+            )
+
+    def _check_bad(self, step: int) -> None:
+        bad = sum(self.batches.bad.values())
+        seen = (step - self.first_step + 1) * self.batches.local_size()
+        most = self.config.data.max_bad_share
+        if bad > most * max(seen, FEW):
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.batches.bad.most_common())
+            raise DataError(
+                f"{bad} of {seen} samples were damaged ({kinds}), more than max_bad_share = "
+                f"{most}; repair the data, or raise it"
+            )
+
+    def _now_and_then(self, step: int) -> dict[str, float]:
+        """Evaluate and save, when it is time."""
+        run, last = self.config.run, step == self.steps
+        metrics: dict[str, float] = {}
+        if last or (run.eval_every and step % run.eval_every == 0):
+            metrics = self._evaluate(step, last=last)
+        if last or (run.save_every and step % run.save_every == 0):
+            self._save(step)
+        return metrics
+
+    def _evaluate(self, step: int, *, last: bool) -> dict[str, float]:
+        folder = self.folder if last and self.ranks.is_first else None
+        ema = self.stepper.ema
+        with ema.in_place() if ema is not None else nullcontext(), self.stepper.autocast():
+            metrics = self.suite.run(self.model, folder, whole=last)
+        self.log.add(step, **metrics)
+        return metrics
+
+    def _save(self, step: int) -> None:
+        place, pool = self.folder / "checkpoints", self.stepper.objective.pool
+        shot = checkpoint.collect(self.model, self.stepper.optimizer)
+        if self.stepper.ema is not None:
+            shot.ema = checkpoint.ema_state(self.stepper.ema.average)
+        draft = self.ranks.tell(checkpoint.begin(place, step) if self.ranks.is_first else None)
+        if pool is not None:
+            checkpoint.write_pool(draft, self.ranks.rank, pool.state_dict())
+        self.ranks.wait()
+        if self.ranks.is_first:
+            shot.step, shot.samples = step, step * self.config.step.batch_size
+            shot.about = {"versions": logs.versions(), "config": asdict(self.config)}
+            checkpoint.save(draft, shot)
+            checkpoint.prune(place, self.config.run.keep_checkpoints)
+        self.ranks.wait()
+
+    def _finish(self, metrics: dict[str, float], screen: logs.Screen) -> None:
+        rows = self.log.rows()
+        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+        plots.plot_curves(
+            self.folder / "loss.png", {"loss": losses}, title="training loss", ylabel="loss"
+        )
+        recalls = {
+            name: [(row["step"], row[name]) for row in rows if name in row]
+            for name in metrics
+            if name.endswith(("_R@1", "_R@10", "/R@1", "/R@10"))
+        }
+        if recalls:
+            path = self.folder / "recall.png"
+            plots.plot_curves(path, recalls, title="recall", ylabel="share of queries")
+        save_metrics(self.folder / "metrics.json", metrics)
+        screen.say(metrics_table(metrics))
+        if self.batches.bad:
+            screen.say(f"damaged samples that others stood in for: {dict(self.batches.bad)}")
+        screen.say(f"saved to {self.folder}: checkpoints, metrics.json, metrics.jsonl, *.png")
+
+
+def _check_sample(batches: Batches) -> None:
+    """The first sample goes through: what is wrong with all of them is found before training."""
+    batches.form.prepare(batches.source[0], np.zeros(batches.form.chances))

@@ -1,0 +1,77 @@
+"""What a step minimises: a loss of the features of all ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import Pool, clip_loss, info_nce, nt_xent, siglip_loss
+from tilewise.errors import OptionError
+from tilewise.train.config import LossConfig, StepConfig
+from tilewise.train.setup import Ranks
+
+
+@dataclass
+class Objective:
+    """rows, cols, scale and what else the model returns -> the loss."""
+
+    loss: LossConfig
+    step: StepConfig
+    ranks: Ranks
+    pool: Pool | None = None
+    pool_state: dict[str, Any] | None = None
+    """What the pool begins with, once its feature size is known."""
+
+    def __call__(self, rows: Tensor, cols: Tensor, scale: Tensor, **more: Any) -> Tensor:
+        """rows, cols: (n, D); `bias`, `negatives` and `ids` as the losses take them."""
+        options: dict[str, Any] = {"backend": self.loss.backend, "group": self.ranks.group, **more}
+        if self.step.features == "host":
+            options["device"] = self.ranks.device
+        if self.loss.label_smoothing:
+            options["label_smoothing"] = self.loss.label_smoothing
+        kind = self.loss.loss
+        if kind != "siglip":
+            options.pop("bias", None)
+        if "negatives" in options and kind != "info_nce":
+            raise OptionError(f"hard negatives need loss = 'info_nce', got {kind!r}")
+        if kind == "info_nce":
+            return info_nce(rows, cols, scale, **self._with_pool(options, cols))
+        losses: dict[str, Callable[..., Tensor]] = {
+            "clip": clip_loss,
+            "siglip": siglip_loss,
+            "nt_xent": nt_xent,
+        }
+        return losses[kind](rows, cols, scale, **options)
+
+    def _with_pool(self, options: dict[str, Any], cols: Tensor) -> dict[str, Any]:
+        if not self.step.pool:
+            return options
+        if "negatives" in options:
+            raise OptionError(
+                "a pool and hard negatives of each query are not offered together; set pool = 0"
+            )
+        if self.pool is None:
+            self.pool = self._make_pool(cols.shape[1])
+            if self.pool_state is not None:
+                self.pool.load_state_dict(self.pool_state)
+        return {**options, **self.pool.negatives()}
+
+    def _make_pool(self, dim: int) -> Pool:
+        dtypes = {"fp32": torch.float32, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+        where = self.step.pool_where
+        if where not in ("device", "host") and self.ranks.world > 1:
+            where = f"{where}.{self.ranks.rank}"
+        return Pool(
+            self.step.pool,
+            dim,
+            device=self.ranks.device,
+            where=where,
+            dtype=dtypes[self.step.precision],
+        )
+
+    def after(self, features: Any, ids: Tensor | None) -> None:
+        """Take the documents of a step into the pool."""
+        if self.pool is not None:
+            self.pool.put(features["cols"], ids)

@@ -1,0 +1,106 @@
+"""How weights change: optimizers, the learning rate as a function of the step, an average of
+weights.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import OptionError
+from tilewise.models.libraries import need
+from tilewise.train.config import OptimConfig
+from tilewise.train.setup import whole
+
+
+def groups_of(model: nn.Module, wd: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay; biases, norms and scales without."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    plain = [p for name, p in trained if p.ndim < 2 or name.endswith(("logit_scale", "logit_bias"))]
+    bare = set(map(id, plain))
+    decayed = [p for _, p in trained if id(p) not in bare]
+    if not trained:
+        raise OptionError("nothing is left to train; unlock a tower")
+    groups = [{"params": decayed, "weight_decay": wd}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW and AdaFactor of PyTorch; Lion and LAMB of timm."""
+    groups, betas = groups_of(model, config.wd), (config.beta1, config.beta2)
+    if config.opt == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    if config.opt == "adafactor":
+        return torch.optim.Adafactor(groups, lr=config.lr)
+    library = need("timm.optim")
+    if config.opt == "lion":
+        found: torch.optim.Optimizer = library.Lion(groups, lr=config.lr, betas=betas)
+    else:
+        # Clipping of the whole gradient is ours.
+        found = library.Lamb(groups, lr=config.lr, betas=betas, eps=config.eps, max_grad_norm=None)
+    return found
+
+
+def peak_lr(config: OptimConfig, batch_size: int) -> float:
+    """The largest learning rate of a run with this batch."""
+    growth = batch_size / (config.lr_batch or batch_size)
+    return config.lr * {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[config.lr_scaling]
+
+
+def lr_at(step: int, steps: int, peak: float, config: OptimConfig) -> float:
+    """Linear to the peak over the warm-up, then along a cosine to 0, or as it is."""
+    if step < config.warmup:
+        return peak * (step + 1) / config.warmup
+    if config.lr_scheduler == "const":
+        return peak
+    share = (step - config.warmup) / max(1, steps - config.warmup)
+    return peak * (1 + math.cos(math.pi * min(1.0, share))) / 2
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """For all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, limit: float) -> float:
+    """Scale the whole gradient down to a norm of at most `limit` (0: leave it); its norm before."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm: Tensor = whole(nn.utils.get_total_norm(grads))
+    if limit:
+        nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+    return float(norm)
+
+
+class Ema:
+    """A moving average of the weights that are trained."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.average = {name: p.detach().clone() for name, p in self.own.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step."""
+        now = [p.detach() for p in self.own.values()]
+        torch._foreach_lerp_(list(self.average.values()), now, 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """With the average as the weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, p in self.own.items():
+            held = p.detach().clone()
+            p.copy_(self.average[name])
+            self.average[name].copy_(held)

@@ -1,0 +1,126 @@
+"""Configurations: checked, complete on the command line, refused with the nearest name."""
+
+import dataclasses
+import inspect
+import sys
+
+import pytest
+
+from tilewise.cli import main
+from tilewise.errors import OptionError
+from tilewise.train.config import Config
+from tilewise.train.configfile import from_tables, read, recipes, to_toml, with_flags
+
+
+def fields():
+    for section in dataclasses.fields(Config):
+        for each in dataclasses.fields(section.default_factory):
+            yield section.name, each
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_parses_and_comes_back(name, tmp_path):
+    config = read(name)
+    path = tmp_path / "again.toml"
+    path.write_text(to_toml(config))
+    assert read(str(path)) == config
+
+
+def test_the_papers_recipes_are_there():
+    wanted = {"emoji", "cc3m-b32-16k", "cc12m-b32-32k", "cc12m-b16-32k", "laion400m-b32-256k",
+              "laion400m-b16-lit-256k", "laion400m-l14-256k", "iconify", "wordnet"}  # fmt: skip
+    assert wanted <= set(recipes())
+
+
+def test_every_field_has_a_flag_of_its_own_and_a_sentence():
+    names = [each.name for _, each in fields()]
+    assert len(names) == len(set(names))
+    text = inspect.getsource(sys.modules[Config.__module__])
+    for name in names:
+        line = text.index(f"    {name}: ")
+        after = text[text.index("\n", line) :].lstrip()
+        assert after.startswith('"""'), f"{name} has no sentence under it"
+
+
+def test_any_field_can_be_given_as_a_flag():
+    base = read("emoji")
+    changed = with_flags(
+        base,
+        ["--lr", "0.5", "--lock-image", "--retrieval", "a", "b", "--keep", "12", "--model", "RN50",
+         "--precision", "amp_bf16", "--resume", "latest", "--no-mask-equal"],
+        prog="test",
+    )  # fmt: skip
+    assert changed.optim.lr == 0.5
+    assert changed.model.lock_image
+    assert changed.model.model == "RN50"
+    assert changed.eval.retrieval == ("a", "b")
+    assert changed.step.keep == 12
+    assert changed.step.precision == "amp_bf16"
+    assert changed.run.resume == "latest"
+    assert not changed.data.mask_equal
+    assert with_flags(base, [], prog="test") == base
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"optimm": {}}, "did you mean 'optim'"),
+        ({"optim": {"lrr": 1.0}}, "did you mean 'lr'"),
+        ({"optim": {"zzz": 1.0}}, "there are opt, lr"),
+        ({"optim": {"lr": "big"}}, "must be of type float"),
+        ({"optim": {"lr": -1.0}}, "lr must be above 0"),
+        ({"optim": {"opt": "adam"}}, "did you mean 'adamw'"),
+        ({"optim": 3}, "must be a table"),
+        ({"optim": {"lr_scaling": "sqrt"}}, "needs lr_batch"),
+        ({"step": {"batch_size": 1.5}}, "must be of type int"),
+        ({"step": {"keep": "all"}}, "keep"),
+        ({"step": {"pool": 10}}, "loss = 'info_nce'"),
+        ({"loss": {"loss": "nt_xent"}}, "belong together"),
+        ({"loss": {"loss": "siglip", "label_smoothing": 0.1}}, "label_smoothing"),
+        ({"data": {"crop_scale": 0.0}}, "crop_scale"),
+        ({"data": {"feature_cache": "x"}}, "lock_image"),
+        ({"model": {"lock_image": True, "lock_text": True}}, "one tower"),
+        ({"model": {"kind": "text", "lock_image": True}}, "belong to kind"),
+        ({"eval": {"probe": ["one"]}}, "two data sets"),
+        ({"eval": {"templates": []}}, "templates"),
+        ({"run": {"name": "a/b"}}, "name of a folder"),
+        ({"run": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'"),
+        ({"run": {"epochs": 0}}, "epochs must be above 0"),
+    ],
+)
+def test_what_cannot_be_right_is_told(tables, says):
+    with pytest.raises(OptionError, match=says):
+        from_tables(tables, "run.toml")
+
+
+def test_whole_numbers_stand_for_floats_and_lists_for_tuples():
+    made = from_tables({"optim": {"lr": 1}, "eval": {"retrieval": ["x"]}}, "run.toml")
+    assert made.optim.lr == 1.0
+    assert made.eval.retrieval == ("x",)
+
+
+def test_a_file_that_is_not_toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("lr = = 3")
+    with pytest.raises(OptionError, match="is not TOML"):
+        read(str(path))
+
+
+def test_the_command_prints_its_configuration(capsys, tmp_path):
+    assert main(["train", "--print-config", "--lr", "0.25"]) == 0
+    printed = capsys.readouterr().out
+    path = tmp_path / "printed.toml"
+    path.write_text(printed)
+    assert read(str(path)).optim.lr == 0.25
+
+
+def test_an_unknown_recipe_is_told_with_those_near_it(capsys):
+    assert main(["train", "emojis"]) == 2
+    assert "near it: emoji" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_told_with_those_near_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--batch-sizes", "3"])
+    told = capsys.readouterr()
+    assert "--batch-size" in told.err + told.out

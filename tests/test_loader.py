@@ -1,0 +1,189 @@
+"""Batches: the same samples whatever the ranks and workers, damaged ones replaced and counted."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tilewise.data.emoji import Emoji
+from tilewise.data.loader import Batches, Form, in_order, join
+from tilewise.data.order import Order
+from tilewise.data.sources import open_source
+from tilewise.data.synthetic import Synthetic
+from tilewise.data.views import CHANCES, View
+from tilewise.errors import DataError, OptionError
+
+
+class Numbers:
+    """Samples that are their own index; multiples of seven are damaged."""
+
+    def __init__(self, count, bad=0):
+        self.count, self.bad = count, bad
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if self.bad and index % self.bad == 0:
+            raise DataError("damaged", "image")
+        return {"id": index}
+
+
+def prepare(sample, chances):
+    return {"number": sample["id"], "chance": float(chances[0])}
+
+
+def collate(prepared):
+    return {name: torch.tensor([each[name] for each in prepared]) for name in ("number", "chance")}
+
+
+FORM = Form(prepare, collate, 2)
+
+
+def batches(source=None, **options):
+    source = source or Numbers(1000)
+    options = {"size": 300, **options}
+    return Batches(source=source, form=FORM, order=Order(len(source), seed=5), **options)
+
+
+def take(these, count, step=0):
+    found = these.since(step)
+    taken = [next(found) for _ in range(count)]
+    found.close()
+    return taken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_share_one_order(workers):
+    whole = take(batches(), 4)
+    for world in (2, 3, 7):
+        parts = [take(batches(rank=rank, world=world, workers=workers if world == 2 else 0), 4)
+                 for rank in range(world)]  # fmt: skip
+        for step, batch in enumerate(whole):
+            for name in ("number", "chance"):
+                joined = torch.cat([own[step].inputs[name] for own in parts])
+                assert torch.equal(joined, batch.inputs[name])
+            assert torch.equal(torch.cat([own[step].ids for own in parts]), batch.ids)
+
+
+def test_a_run_goes_on_where_it_stopped():
+    whole, rest = take(batches(), 5), take(batches(), 2, step=3)
+    for early, late in zip(whole[3:], rest, strict=True):
+        assert torch.equal(early.inputs["chance"], late.inputs["chance"])
+        assert torch.equal(early.ids, late.ids)
+
+
+def test_epochs_follow_each_other_without_a_gap():
+    seen = torch.cat([batch.ids for batch in take(batches(), 10)])
+    for epoch in seen.split(1000):
+        assert sorted(epoch.tolist()) == list(range(1000))
+
+
+def test_damaged_samples_are_counted_and_replaced():
+    these = batches(Numbers(1000, bad=7))
+    ids = torch.cat([batch.ids for batch in take(these, 3)])
+    assert (ids % 7 != 0).all()
+    assert len(ids) == 900
+    wanted = sum(int(n) % 7 == 0 for n in Order(1000, seed=5).at(np.arange(900))[1])
+    assert these.bad == {"image": wanted}
+
+
+def test_all_damaged_is_an_error_that_says_so():
+    with pytest.raises(DataError, match="in a row are damaged"):
+        take(batches(Numbers(50, bad=1)), 1)
+
+
+def test_evaluation_leaves_damaged_samples_out():
+    found = list(in_order(Numbers(20, bad=7), 8))
+    assert [sample["id"] for samples, _ in found for sample in samples] == [
+        n for n in range(20) if n % 7
+    ]
+    assert sum((bad for _, bad in found), Counter()) == {"image": 3}
+
+
+def test_texts_of_other_lengths_are_filled_up():
+    joined = join([{"ids": torch.ones(2, 3)}, {"ids": torch.ones(1, 5)}])
+    assert joined["ids"].tolist() == [[1, 1, 1, 0, 0]] * 2 + [[1] * 5]
+
+
+def test_a_view_is_a_function_of_its_chances():
+    image = Emoji("style")[0]["image"]
+    view = View(32, crop_scale=0.5, flip=True, jitter=0.5, grayscale=0.5, blur=0.5)
+    chances = np.random.default_rng(0).random((2, CHANCES))
+    assert (view(image, chances[0]) == view(image, chances[0])).all()
+    assert (view(image, chances[0]) != view(image, chances[1])).any()
+    assert (View(32)(image, chances[0]) == np.asarray(image).transpose(2, 0, 1)).all()
+
+
+def test_a_crop_stays_inside_and_keeps_its_area():
+    view = View(16, crop_scale=0.3)
+    for chances in np.random.default_rng(1).random((200, CHANCES)):
+        left, top, right, bottom = view._box((100, 60), chances)
+        assert 0 <= left < right <= 100.001
+        assert 0 <= top < bottom <= 60.001
+        assert (right - left) * (bottom - top) <= 6000.001
+    small = [np.prod(np.diff(np.array(view._box((100, 60), c)).reshape(2, 2), axis=0))
+             for c in np.random.default_rng(2).random((200, CHANCES))]  # fmt: skip
+    assert min(small) > 0.25 * 6000
+
+
+def test_an_image_that_is_not_square_is_cut_in_the_middle():
+    image = Image.new("RGB", (60, 20), "white")
+    image.paste("black", (20, 0, 40, 20))
+    assert View(8)(image, np.zeros(CHANCES)).max() < 128
+
+
+def test_emoji_parts_share_no_concept_across_a_split():
+    train, style, concepts = (Emoji(part) for part in ("train", "style", "concepts"))
+    ids = [{source[i]["id"] for i in range(len(source))} for source in (train, style, concepts)]
+    assert not (ids[0] | ids[1]) & ids[2]
+    assert ids[1] <= ids[0]
+    styles = {row[0] for row in train.rows} & {row[0] for row in style.rows}
+    assert not styles
+    assert len(train) + len(style) + len(concepts) > 4300
+    sample = train[0]
+    assert sample["image"].size == (32, 32)
+    assert 0 <= sample["label"] < len(train.classes)
+
+
+def test_synthetic_pairs_are_as_hard_as_told():
+    """The nearest colour of each cell is the best guess; its share of errors is the one told."""
+    data = Synthetic(2000, cells=2, noise=0.4)
+    wrong = total = 0
+    for index in range(len(data)):
+        pixels = np.asarray(data[index]["image"], float)[8::16, 8::16].reshape(-1, 3)
+        # Channels are read one by one; clipping keeps each on its side of the middle.
+        guess = (pixels > 128).astype(int)
+        truth = (data.palette[data.code(index)] > 128).astype(int)
+        wrong += int((guess != truth).any(1).sum())
+        total += 4
+    assert abs(wrong / total - data.cell_error()) < 0.02
+    assert Synthetic(10, noise=0).cell_error() == 0
+    assert data[3]["text"][0].split() == [data.names[c] for c in data.code(3)]
+
+
+def test_data_by_name():
+    assert len(open_source("synthetic:12,size=16")) == 12
+    assert open_source("synthetic:12,size=16")[0]["image"].size == (16, 16)
+    whole = open_source("emoji:train")
+    low, high = open_source("emoji:train@0-80"), open_source("emoji:train@80-100")
+    assert len(low) + len(high) == len(whole)
+    assert 0.1 < len(high) / len(whole) < 0.3
+    assert not {low[i]["id"] for i in range(len(low))} & {high[i]["id"] for i in range(len(high))}
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("emoji:nothing", OptionError, "train, style, concepts"),
+        ("synthetic:many", OptionError, "synthetic:4096"),
+        ("no/such/place", DataError, "there are no data"),
+        ("emoji:train@90-10", OptionError, "0-95"),
+        ("emoji:train@3-200", OptionError, "0-95"),
+    ],
+)
+def test_data_that_are_not_there(name, error, says):
+    with pytest.raises(error, match=says):
+        open_source(name)

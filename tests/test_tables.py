@@ -1,0 +1,241 @@
+"""Tables and folders: what they say, line by line, and what they may not reach."""
+
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tilewise as tw
+from tilewise.data.folders import ImageFolder
+from tilewise.data.samples import text_id
+from tilewise.data.tables import Table
+from tilewise.errors import DataError
+
+
+def pixels(seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+
+
+def put_image(path, seed=0, kind="png"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels(seed)).save(file := io.BytesIO(), kind)
+    path.write_bytes(file.getvalue())
+
+
+def jsonl(path, rows, pack=bytes):
+    path.write_bytes(pack("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return path
+
+
+def kind_of(make):
+    with pytest.raises(DataError) as caught:
+        make()
+    return caught.value.kind
+
+
+PACKED = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("end", PACKED)
+def test_jsonl(end, tmp_path):
+    rows = [
+        {"captions": ["a", "b "], "label": 3, "other": {}},
+        {"query": "q", "positive": "p", "negatives": ["m", "n"], "text": None},
+        {"caption": "Ä", "id": 12},
+        {"text": "c", "id": "name"},
+        {"label": -1},
+    ]
+    table = Table(jsonl(tmp_path / f"a.jsonl{end}", rows, PACKED[end]))
+    assert list(table)[:3] == [
+        {"text": ("a", "b"), "label": 3, "id": text_id("a")},
+        {"query": "q", "positive": "p", "negatives": ("m", "n"), "id": text_id("p")},
+        {"text": ("Ä",), "id": 12},
+    ]
+    assert table[4] == table[-1] == {"label": -1, "id": 4}
+    assert list(pickle.loads(pickle.dumps(table))) == list(table)
+    with pytest.raises(IndexError):
+        table[5]
+
+
+def test_arrays_by_position(tmp_path):
+    """As in wordnet_synset_gloss.jsonl.xz."""
+    rows = [["dog, domestic dog", "a member of the genus Canis", "noun", ["the dog barked"]]] * 2
+    path = jsonl(tmp_path / "gloss.jsonl.xz", rows, lzma.compress)
+    wanted = {"query": rows[0][1], "positive": rows[0][0], "id": text_id(rows[0][0])}
+    assert Table(path, columns=("positive", "query"))[1] == wanted
+    assert Table(path, columns={"1": "query", "0": "positive"})[1] == wanted
+    found = Table(path, columns=(None, "text", None, "negatives"))
+    assert found[0] == {
+        "text": (rows[0][1],), "negatives": ("the dog barked",), "id": text_id(rows[0][1])
+    }  # fmt: skip
+    with pytest.raises(DataError, match=r"line 1 of .*want a column of image"):
+        Table(path)
+    with pytest.raises(tw.OptionError, match="no row of"):
+        Table(path, columns=("positive", "query", None, None, "label"))
+
+
+@pytest.mark.parametrize("end", PACKED)
+@pytest.mark.parametrize(("kind", "comma"), [("csv", ","), ("tsv", "\t")])
+def test_cells(kind, comma, end, tmp_path):
+    lines = [
+        "title,captions,label,id,other",
+        '"one, ""two""\nthree","[""a"", ""b""]",3,12,x',
+        "é,[no list,,name,",
+        "",
+        " ,plain, -4 ,,",
+    ]
+    text = "\r\n".join(lines).replace("[no list", "no list")
+    if comma == "\t":
+        text = text.replace(",", "\t").replace("one\t", "one,").replace('"\t ""b', '", ""b')
+    path = tmp_path / f"a.{kind}{end}"
+    path.write_bytes(PACKED[end](b"\xef\xbb\xbf" + text.encode()))
+    found = list(Table(path, columns={"title": "query"}))
+    named = found[1].pop("id")
+    assert found == [
+        {"query": 'one, "two"\nthree', "text": ("a", "b"), "label": 3, "id": 12},
+        {"query": "é", "text": ("no list",)},
+        {"text": ("plain",), "label": -4, "id": text_id("plain")},
+    ]
+    assert named > 2**32
+
+
+def test_columns_that_we_name_stand_before_those_of_that_name(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"title": "t", "caption": "c", "text": "x", "label": "no"}])
+    assert Table(path, columns={"title": "text", "label": None})[0]["text"] == ("t",)
+    assert Table(path, columns={"label": None})[0]["text"] == ("c",)
+    assert Table(path, columns={"text": "query", "label": "id"})[0]["query"] == "x"
+    for columns in ({"title": "words"}, {"title": "text", "text": "text"}, "text"):
+        with pytest.raises(tw.OptionError, match="columns must"):
+            Table(path, columns=columns)
+    with pytest.raises(tw.OptionError, match="'titel', and no row"):
+        Table(path, columns={"titel": "query", "label": None})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": ', "json", "line 3"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": " "}\n', "empty text", "line 2"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "text", "line 2"),
+        ("a.jsonl", b'{"text": "a"}\n"text"\n', "field", "line 2.*object or an array"),
+        ("a.jsonl", b'{"label": "three"}\n', "field", "line 1"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud800", "captions": ["a"]}\n{"text": "\\ud800"}',
+            "text",
+            "line 2",
+        ),
+        ("a.jsonl", b"", "table", "got none"),
+        ("a.csv", b"text\n", "table", "got none"),
+        ("a.csv", b"text,text\na,b\n", "table", "a name each"),
+        ("a.csv", b"text,label\na,1\nb\n", "field", "line 3.*want 2 cells, got 1"),
+        ("a.csv", b"text,label\na,x\n", "field", "line 2.*label"),
+        ("a.csv", b'text\na\n"b" c\n', "table", "after line 2"),
+        ("a.csv", b'text\na\n"b', "table", "after line 2"),
+        ("a.csv", b"text\na\n\xff\n", "text", "line 3 must be UTF-8"),
+        ("a.csv", b'negatives\n"[1]"\n', "field", "line 2"),
+        ("a.csv", b"negatives\n[1\n", "json", "line 2"),
+        ("a.csv", b"text\n" + b"x" * 200_000, "table", "limit"),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 999)[:-20], "table", "cut off"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "table", "cut off"),
+        ("a.jsonl.gz", b'{"text": "a"}\n', "table", "damaged"),
+        ("a.jsonl.xz", b'{"text": "a"}\n', "table", "damaged"),
+    ],
+)
+def test_damage_is_told_by_line_and_kind(name, content, kind, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        Table(tmp_path / name)
+    assert caught.value.kind == kind
+    assert name in str(caught.value)
+
+
+def test_rows_may_be_left_out_and_told(tmp_path):
+    rows = [{"text": "a"}, {"text": 3}, {"text": ""}, {"image": "../x"}, {"text": "b"}]
+    told = []
+    table = Table(jsonl(tmp_path / "a.jsonl", rows), on_damage=told.append)
+    assert [sample["text"] for sample in table] == [("a",), ("b",)]
+    assert [error.kind for error in told] == ["field", "empty text", "path"]
+    with pytest.raises(tw.OptionError, match=r"\.jsonl, \.csv or \.tsv"):
+        Table(tmp_path / "a.parquet")
+    assert kind_of(lambda: Table(tmp_path / "none.csv")) == "missing"
+
+
+# Images
+
+
+def test_images_of_a_table(tmp_path):
+    put_image(tmp_path / "deep" / "1.png", 1)
+    put_image(tmp_path / "2.png", 2)
+    (tmp_path / "3.png").write_bytes(b"no image")
+    rows = [{"image": name, "text": "t"} for name in ("deep/1.png", "deep/../2.png", "3.png", "4")]
+    table = Table(jsonl(tmp_path / "a.jsonl", rows))
+    assert np.array_equal(table[0]["image"], pixels(1))
+    assert np.array_equal(table[1]["image"], pixels(2))
+    assert table[1]["text"] == ("t",)
+    assert kind_of(lambda: table[2]) == "image"
+    assert kind_of(lambda: table[3]) == "missing"
+    elsewhere = jsonl(tmp_path / "deep" / "b.jsonl", [{"image": "2.png"}])
+    assert kind_of(lambda: Table(elsewhere)[0]) == "missing"
+    assert np.array_equal(Table(elsewhere, images=tmp_path)[0]["image"], pixels(2))
+    with pytest.raises(DataError, match=r"row 2 of .*a\.jsonl, image '3\.png'"):
+        table[2]
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../secret.png", "a/../../secret.png", "..", "C:\\x.png", "a\0b", 3]
+)
+def test_no_path_leads_out(path, tmp_path):
+    put_image(tmp_path / "secret.png")
+    (tmp_path / "in").mkdir()
+    assert kind_of(lambda: Table(jsonl(tmp_path / "in" / "a.jsonl", [{"image": path}]))) == "path"
+
+
+def test_no_link_leads_out(tmp_path):
+    put_image(tmp_path / "secret.png")
+    put_image(tmp_path / "in" / "1.png", 1)
+    (tmp_path / "in" / "link.png").symlink_to(tmp_path / "secret.png")
+    (tmp_path / "in" / "up").symlink_to("..")
+    (tmp_path / "in" / "loop").symlink_to("loop")
+    (tmp_path / "in" / "fine.png").symlink_to("1.png")
+    os.mkfifo(tmp_path / "in" / "pipe")
+    names = ("link.png", "up/secret.png", "pipe", ".", "up/in/1.png", "fine.png", "x" * 300, "loop")
+    table = Table(jsonl(tmp_path / "in" / "a.jsonl", [{"image": name} for name in names]))
+    for place in range(4):
+        assert kind_of(lambda place=place: table[place]) == "path"
+    for place in (4, 5):
+        assert np.array_equal(table[place]["image"], pixels(1))
+    for place in (6, 7):
+        assert kind_of(lambda place=place: table[place]) == "missing"
+    # Through a link to its own folder a table reads what is there.
+    (tmp_path / "also").symlink_to("in")
+    assert np.array_equal(Table(tmp_path / "also" / "a.jsonl")[5]["image"], pixels(1))
+
+
+def test_image_folders(tmp_path):
+    for seed, name in enumerate(("n2/b.JPEG", "n2/a.png", "n10/deep/c.webp", "n10/.hidden.png")):
+        kind = {"JPEG": "jpeg"}.get(name.split(".")[-1], name.split(".")[-1])
+        put_image(tmp_path / name, seed, kind)
+    (tmp_path / "n2" / "notes.txt").write_text("no image")
+    (tmp_path / "labels.txt").write_text("no class")
+    (tmp_path / ".git").mkdir()
+    folder = ImageFolder(tmp_path)
+    assert folder.classes == ["n10", "n2"]
+    assert [(s["label"], s["id"]) for s in folder] == [(0, 0), (1, 1), (1, 2)]
+    assert np.array_equal(folder[1]["image"], pixels(1))
+    assert folder[0]["image"].mode == "RGB"
+    (tmp_path / "n2" / "a.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"n2/a\.png") as caught:
+        folder[1]
+    assert caught.value.kind == "image"
+    (tmp_path / "n2" / "b.JPEG").unlink()
+    assert kind_of(lambda: folder[-1]) == "missing"
+    (tmp_path / "n3").mkdir()
+    for path in (tmp_path, tmp_path / "n3", tmp_path / "none"):
+        assert kind_of(lambda path=path: ImageFolder(path)) == "missing"

@@ -1,0 +1,306 @@
+"""Training from a configuration: the same run again, in parts, on ranks, with any loss."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ranks
+from tilewise.errors import DataError, DeviceError, FiniteError, OptionError
+from tilewise.train import checkpoint
+from tilewise.train.config import Config
+from tilewise.train.configfile import from_tables
+from tilewise.train.loop import Trainer
+from tilewise.train.setup import Ranks
+
+TINY = str(Path(__file__).parent / "tiny.json")
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def config(tmp_path, **fields):
+    """A run of seconds: 5 steps of 24 pairs; fields as flags."""
+    tables = {
+        "model": {"model": TINY},
+        "data": {"train_data": "synthetic:100,cells=2", "crop_scale": 0.8, "jitter": 0.2},
+        "step": {"batch_size": 24, "micro_batch": 24},
+        "optim": {"warmup": 2},
+        "eval": {"retrieval": [], "zero_shot": []},
+        "run": {"steps": 5, "name": "run", "logs": str(tmp_path), "report_to": [], "log_every": 1},
+    }
+    where = {name: table for table, names in FIELDS.items() for name in names}
+    for name, value in fields.items():
+        tables.setdefault(where[name], {})[name] = value
+    return from_tables(tables, "the test")
+
+
+FIELDS = {
+    name: list(Config.__dataclass_fields__[name].default_factory.__dataclass_fields__)
+    for name in Config.__dataclass_fields__
+}
+
+
+def train(made, who=ALONE):
+    return Trainer(made, who).run()
+
+
+def losses(outcome):
+    rows = [
+        json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def weights(outcome, name="model"):
+    newest = checkpoint.latest(outcome.folder / "checkpoints")
+    return load_file(newest / f"{name}.safetensors")
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in {**first, **second})
+
+
+def test_a_run_leaves_all_that_is_promised(tmp_path):
+    data = ["synthetic:30,cells=2,seed=1"]
+    more = {"eval_every": 2, "report_to": ["tensorboard"], "ema": 0.9, "localise": data}
+    outcome = train(config(tmp_path, retrieval=data, zero_shot=data, **more))
+    names = {path.name for path in outcome.folder.iterdir()}
+    assert names >= {"config.toml", "versions.json", "metrics.jsonl", "metrics.json", "loss.png",
+                     "recall.png", "tensorboard", "checkpoints", "localise.png"}  # fmt: skip
+    assert any(name.startswith("retrieval-") for name in names)
+    assert any(name.startswith("similarities-") for name in names)
+    assert list((outcome.folder / "tensorboard").iterdir())
+    metrics = json.loads((outcome.folder / "metrics.json").read_text())
+    assert metrics == outcome.metrics
+    for part in ("image_to_text_R@1", "zeroshot_top1", "pointing_accuracy"):
+        assert any(name.endswith(part) for name in metrics)
+    state = json.loads(
+        (checkpoint.latest(outcome.folder / "checkpoints") / "state.json").read_text()
+    )
+    assert state["step"] == 5
+    assert state["samples"] == 120
+    assert state["versions"]["torch"] == torch.__version__
+
+
+def test_training_learns(tmp_path):
+    found = losses(train(config(tmp_path, steps=30, lr=3e-3, train_data="synthetic:48,cells=1")))
+    assert found[-1] < 0.7 * found[0]
+
+
+def test_two_runs_of_a_seed_are_equal_bit_for_bit(tmp_path):
+    first, second, other = (
+        train(config(tmp_path, name=name, seed=seed))
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert losses(first) == losses(second)
+    assert same(weights(first), weights(second))
+    assert losses(first) != losses(other)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"backend": "dense"},
+        {"micro_batch": 7, "keep": 0},
+        {"micro_batch": 7, "keep": 1},
+        {"features": "host"},
+        {"workers": 1},
+        {"grad_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_how_a_step_is_computed_changes_nothing(tmp_path, how):
+    plain = losses(train(config(tmp_path)))
+    other = losses(train(config(tmp_path, name="other", **how)))
+    torch.testing.assert_close(torch.tensor(other), torch.tensor(plain), rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("more", [{}, {"opt": "lion", "ema": 0.5}], ids=str)
+def test_a_run_in_two_parts_is_the_run(tmp_path, more):
+    whole = train(config(tmp_path, name="whole", **more))
+    # The first part ends early, as if it had been stopped: its schedule is that of the whole.
+    first = Trainer(config(tmp_path, name="parts", save_every=1, **more), ALONE)
+    steps = first._steps()
+    for _ in range(3):
+        step, numbers = next(steps)
+        first.log.add(step, **numbers)
+    first._save(3)
+    steps.close()
+    second = train(config(tmp_path, name="parts", resume="latest", **more))
+    assert losses(second) == losses(whole)
+    assert same(weights(second), weights(whole))
+    assert same(weights(second, "optimizer"), weights(whole, "optimizer"))
+    if more:
+        assert same(weights(second, "ema"), weights(whole, "ema"))
+
+
+def test_a_pool_is_saved_and_resumed(tmp_path):
+    more = {"loss": "info_nce", "pool": 64, "pool_where": "device", "train_data": "synthetic:400"}
+    whole = train(config(tmp_path, name="whole", **more))
+    without = train(config(tmp_path, name="without", **{**more, "pool": 0}))
+    assert losses(whole)[0] == losses(without)[0]
+    assert losses(whole)[1] > losses(without)[1]
+    first = Trainer(config(tmp_path, name="parts", **more), ALONE)
+    steps = first._steps()
+    for _ in range(3):
+        first.log.add(*[next(steps)[0]])
+    first._save(3)
+    steps.close()
+    second = train(config(tmp_path, name="parts", resume="latest", **more))
+    assert losses(second) == losses(whole)[3:]
+
+
+def on_ranks(rank, made, world):
+    outcome = train(made, Ranks(rank, world, torch.device("cpu")))
+    return losses(outcome) if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("world", "how"),
+    [(2, {}), (3, {}), (2, {"dist": "fsdp", "ema": 0.9, "retrieval": ["synthetic:9"]})],
+    ids=str,
+)
+def test_ranks_train_as_one_does(tmp_path, world, how):
+    # 25 pairs on 2 or 3 ranks: not the same number on each.
+    size = 24 if how else 25
+    alone = losses(train(config(tmp_path, name="alone", batch_size=size)))
+    made = config(tmp_path, name="ranks", batch_size=size, micro_batch=9 if not how else 12, **how)
+    together = ranks.run(on_ranks, world, made, world)[0]
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=2e-4, atol=0)
+
+
+def nan_on_one(rank, made):
+    trainer = Trainer(made, Ranks(rank, 2, torch.device("cpu")))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    forward = trainer.model.forward
+
+    def broken(**inputs):
+        out = forward(**inputs)
+        return {**out, "rows": out["rows"] * (math.nan if rank == 1 else 1.0)}
+
+    trainer.model.forward = broken
+    steps = trainer._steps()
+    told = [next(steps)[1].get("skipped") for _ in range(2)]
+    unchanged = all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    trainer.model.forward = forward
+    after = next(steps)[1]
+    return told, unchanged, math.isfinite(after["loss"])
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(tmp_path):
+    for told, unchanged, goes_on in ranks.run(nan_on_one, 2, config(tmp_path)):
+        assert told == [1.0, 2.0]
+        assert unchanged
+        assert goes_on
+
+
+def test_too_many_skipped_steps_stop_the_run(tmp_path):
+    trainer = Trainer(config(tmp_path, max_skipped=1), ALONE)
+    with torch.no_grad():
+        trainer.model.net.visual.head.proj.weight.fill_(math.nan)
+    with pytest.raises(FiniteError, match="2 steps in a row"):
+        trainer.run()
+
+
+@pytest.mark.parametrize("opt", ["adamw", "adafactor", "lion", "lamb"])
+def test_every_optimizer_changes_the_weights(tmp_path, opt):
+    trainer = Trainer(config(tmp_path, opt=opt, steps=2), ALONE)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    list(trainer._steps())
+    moved = [
+        name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
+    ]
+    assert len(moved) > 0.9 * len(before)
+
+
+def test_siglip_has_a_bias_that_learns(tmp_path):
+    outcome = train(config(tmp_path, loss="siglip"))
+    assert weights(outcome)["net.logit_bias"] != -10.0
+    assert all(map(math.isfinite, losses(outcome)))
+
+
+def test_the_scale_is_clamped(tmp_path):
+    outcome = train(config(tmp_path, temperature=0.1, max_scale=9.0))
+    assert weights(outcome)["net.logit_scale"] <= math.log(9.0) + 1e-6
+
+
+def test_bf16_trains(tmp_path):
+    plain = losses(train(config(tmp_path)))
+    half = losses(train(config(tmp_path, name="half", precision="amp_bf16")))
+    assert half != plain
+    assert abs(half[0] - plain[0]) < 0.05
+
+
+def test_two_views(tmp_path):
+    made = config(
+        tmp_path, kind="simclr", model="test_convnext2", image_size=32, loss="nt_xent", flip=True,
+        temperature=0.5, projector=[32, 16], grayscale=0.2, blur=0.2, retrieval=[],
+        probe=["synthetic:40,cells=1", "synthetic:20,cells=1,seed=1"],
+    )  # fmt: skip
+    outcome = train(made)
+    assert all(map(math.isfinite, losses(outcome)))
+    assert {name.rsplit("/", 1)[1] for name in outcome.metrics} >= {"knn_top1", "linear_probe_top1"}
+
+
+def test_a_locked_tower_stays_and_its_features_can_be_cached(tmp_path):
+    how = {"lock_image": True, "crop_scale": 1.0, "jitter": 0.0}
+    plain = train(config(tmp_path, name="plain", **how))
+    trainer = Trainer(config(tmp_path, name="again", **how), ALONE)
+    own = {f"net.visual.trunk.{n}": p for n, p in trainer.model.net.visual.trunk.named_parameters()}
+    assert not any(p.requires_grad for p in own.values())
+    assert all(torch.equal(weights(plain)[name], p) for name, p in own.items())
+    for name in ("first", "second"):
+        cached = train(config(tmp_path, name=name, feature_cache=str(tmp_path / "cache"), **how))
+        torch.testing.assert_close(
+            torch.tensor(losses(cached)), torch.tensor(losses(plain)), rtol=2e-3, atol=0
+        )
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"train_data": "no/such/data"}, DataError, "there are no data"),
+        ({"retrieval": ["no/such/data"]}, DataError, "there are no data"),
+        ({"model": "ViT-B-33"}, OptionError, "near it"),
+        ({"pretrained": "weights.pt"}, Exception, "not there"),
+        ({"kind": "text", "model": "nowhere", "retrieval": []}, OptionError, "local folder"),
+        ({"zero_shot": ["synthetic:9"], "classes": "none.txt"}, OptionError, "none.txt"),
+    ],
+)
+def test_what_is_missing_is_missed_before_anything_is_written(tmp_path, fields, error, says):
+    with pytest.raises(error, match=says):
+        Trainer(config(tmp_path, **fields), ALONE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_recipe_without_a_gpu(tmp_path):
+    from tilewise.train.loop import train as start
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(DeviceError, match="--device cpu"):
+        start(config(tmp_path, device="cuda"))
+
+
+def test_a_run_is_not_written_over(tmp_path):
+    train(config(tmp_path, steps=1))
+    with pytest.raises(OptionError, match="--resume latest"):
+        train(config(tmp_path, steps=1))
+
+
+def test_too_many_damaged_samples_stop_the_run(tmp_path):
+    table = tmp_path / "pairs.jsonl"
+    rows = [{"image": f"{i}.png", "text": f"thing {i}"} for i in range(40)]
+    table.write_text("\n".join(map(json.dumps, rows)))
+    from PIL import Image
+
+    for i in range(0, 40, 2):
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i + 1}.png").write_bytes(b"not an image")
+    fine = train(config(tmp_path, train_data=str(table), max_bad_share=1.0, steps=2))
+    assert all(map(math.isfinite, losses(fine)))
+    with pytest.raises(DataError, match="damaged"):
+        train(config(tmp_path, name="strict", train_data=str(table), steps=2))
