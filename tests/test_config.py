@@ -79,7 +79,6 @@ def test_any_field_can_be_given_as_a_flag():
         ({"loss": {"loss": "siglip", "label_smoothing": 0.1}}, "label_smoothing"),
         ({"data": {"crop_scale": 0.0}}, "crop_scale"),
         ({"data": {"feature_cache": "x"}}, "lock_image"),
-        ({"model": {"lock_image": True, "lock_text": True}}, "one tower"),
         ({"model": {"kind": "text", "lock_image": True}}, "belong to kind"),
         ({"eval": {"probe": ["one"]}}, "two data sets"),
         ({"eval": {"templates": []}}, "templates"),

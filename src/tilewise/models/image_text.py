@@ -1,5 +1,6 @@
 """Images with texts: any model of open_clip."""
 
+import difflib
 import hashlib
 import json
 import logging
@@ -41,10 +42,11 @@ class ImageText(PairModel):
     def __init__(self, name: str, *, pretrained: str = "", **options: Any) -> None:
         super().__init__()
         open_clip = need("open_clip")
-        self.name, self.config = name, dict(find_config(name))
+        self.name = name
+        self.config, preprocess = find_config(name)
         known = _registered(self.config)
         with _quiet():
-            self.net = open_clip.create_model(known, **options)
+            self.net = open_clip.create_model(known, force_preprocess_cfg=preprocess, **options)
         self.tokenizer = open_clip.get_tokenizer(
             known, context_length=options.get("force_context_length")
         )
@@ -53,7 +55,7 @@ class ImageText(PairModel):
             pretrained = str(folder / WEIGHTS)
         self.pretrained = bool(pretrained)
         if pretrained:
-            load_weights(self.net, Path(pretrained), open_clip)
+            load_weights(self.net, Path(pretrained))
         size = self.net.visual.image_size
         self.image_size = int(size[0] if isinstance(size, (tuple, list)) else size)
         self.locked = False
@@ -202,27 +204,25 @@ class _Prepare:
         return {"image": self.view(sample["image"], chances), "text": text}
 
 
-def find_config(name: str) -> dict[str, Any]:
-    """A model's config: ours or open_clip's by name, or from a JSON file, or from an exported
-    folder.
+def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's config and how it takes pixels: by name, ours or open_clip's; or from a JSON file,
+    of a config or as beside exported weights; or from such a folder.
     """
     open_clip = need("open_clip")
     path = Path(name)
     for file in (path / CONFIG, path, CONFIGS / f"{name}.json"):
         if file.is_file() and file.suffix == ".json":
-            found: dict[str, Any] = json.loads(file.read_text())
-            return dict(found.get("model_cfg", found))
+            read: dict[str, Any] = json.loads(file.read_text())
+            return dict(read.get("model_cfg", read)), dict(read.get("preprocess_cfg", {}))
     found = open_clip.get_model_config(name)
     if found is None:
-        import difflib  # noqa: PLC0415
-
         names = [*open_clip.list_models(), *(each.stem for each in CONFIGS.glob("*.json"))]
         near = ", ".join(difflib.get_close_matches(name, names, 3)) or "see open_clip.list_models()"
         raise OptionError(
             f"model must be a config of open_clip or a JSON file of one, got {name!r}; "
             f"near it: {near}"
         )
-    return found
+    return dict(found), {}
 
 
 def _registered(config: dict[str, Any]) -> str:

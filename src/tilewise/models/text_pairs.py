@@ -42,6 +42,7 @@ class TextPairs(PairModel):
             )
         library = need("sentence_transformers", REMEDY)
         self.net: Any = library.SentenceTransformer(folder, device="cpu", local_files_only=True)
+        self.net.float()  # weights in half precision cannot be trained by small steps
         self.tokenizer = self.net.tokenizer
         self.max_length = max_length or int(self.net.max_seq_length or 512)
         self.prefixes = {"query": query_prefix, "positive": document_prefix}

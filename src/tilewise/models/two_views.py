@@ -20,8 +20,6 @@ from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
 from tilewise.models.weights import load_strictly, read_weights
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-
 
 class TwoViews(PairModel):
     """(first, second) views -> rows, cols, scale.
@@ -54,7 +52,7 @@ class TwoViews(PairModel):
         self.image_size = image_size or int(self.backbone.default_cfg["input_size"][1])
         self.projector = _projector([self.backbone.num_features, *projector])
         self.logit_scale = nn.Parameter(torch.zeros(()))
-        self.set_pixels(MEAN, STD)
+        self.set_pixels(*(self.backbone.default_cfg[key] for key in ("mean", "std")))
 
     @property
     def log_scale(self) -> nn.Parameter:
@@ -88,8 +86,7 @@ class TwoViews(PairModel):
             "architecture": self.name,
             "num_classes": 0,
             "image_size": self.image_size,
-            "mean": MEAN,
-            "std": STD,
+            **{key: self.backbone.default_cfg[key] for key in ("mean", "std")},
         }
         (folder / "config.json").write_text(json.dumps(about, indent=2))
 

@@ -1,7 +1,6 @@
 """Weights from a local file: tensors only, nothing that could run."""
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,22 +33,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): each for name, each in found.items()}
 
 
-def load_weights(net: nn.Module, path: Path, open_clip: ModuleType) -> None:
-    """Into a model of open_clip, whose older layouts are converted; into the image tower if that
-    is what they are.
+def load_weights(net: nn.Module, path: Path) -> None:
+    """Into a model of open_clip, whose older layouts are converted, or into the part that they are
+    of: its image tower, or the trunk of that.
     """
     weights = read_weights(path)
-    own = net.state_dict()
-    if "positional_embedding" in weights and "positional_embedding" not in own:
+    if "positional_embedding" in weights and "positional_embedding" not in net.state_dict():
         weights = need("open_clip.model").convert_to_custom_text_state_dict(weights)
-    visual = {
-        name.removeprefix("visual."): each
-        for name, each in own.items()
-        if name.startswith("visual.")
-    }
-    target, known = net, own
-    if not set(weights) & set(own):
-        target, known = net.get_submodule("visual"), visual
+    parts = [net, net.get_submodule("visual")]
+    parts += [trunk for name, trunk in parts[1].named_children() if name == "trunk"]
+    target = max(parts, key=lambda part: len(set(weights) & set(part.state_dict())))
+    known = target.state_dict()
     for name in ("logit_scale", "logit_bias"):
         if name in weights and name in known:
             weights[name] = weights[name].reshape(known[name].shape)

@@ -70,7 +70,6 @@ class ModelConfig:
                 not (self.lock_image or self.lock_text),
                 f"lock_image and lock_text belong to kind = 'clip', got kind = {self.kind!r}",
             )
-        _check(not (self.lock_image and self.lock_text), "one tower must be left to train")
         _check(
             bool(self.projector) and min(self.projector) > 0,
             f"projector must hold widths above 0, got {self.projector}",

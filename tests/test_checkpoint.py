@@ -1,0 +1,138 @@
+"""Checkpoints: whole or not there, and never taken for whole when they are not."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tilewise.errors import CheckpointError
+from tilewise.train import checkpoint
+
+
+def shot(step, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    found = checkpoint.collect(model, optimizer)
+    found.step, found.samples, found.about = step, 10 * step, {"versions": {"tilewise": "0"}}
+    return model, optimizer, found
+
+
+def write(folder, step, seed=0):
+    return checkpoint.save(checkpoint.begin(folder, step), shot(step, seed)[2])
+
+
+def test_what_was_saved_is_what_is_loaded(tmp_path):
+    model, optimizer, _ = shot(7)
+    place = write(tmp_path, 7)
+    found = checkpoint.load(place)
+    assert (found.step, found.samples) == (7, 70)
+    other, others, _ = shot(1, seed=5)
+    checkpoint.restore(other, others, found)
+    assert torch.equal(other.weight, model.weight)
+    state, own = others.state_dict()["state"], optimizer.state_dict()["state"]
+    assert all(torch.equal(state[i][name], own[i][name]) for i in own for name in own[i])
+    assert others.param_groups[0]["lr"] == 0.1
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_every_flip_and_every_cut_is_found(tmp_path):
+    place = write(tmp_path, 3)
+    for file in sorted(place.iterdir()):
+        good = file.read_bytes()
+        for damaged in (*_flips(good), good[: len(good) // 2], good[:-1], b"", good + b"x"):
+            file.write_bytes(damaged)
+            if file.name != checkpoint.MANIFEST or json_or_none(damaged) != json_or_none(good):
+                with pytest.raises(CheckpointError):
+                    checkpoint.check(place)
+        file.unlink()
+        with pytest.raises(CheckpointError):
+            checkpoint.check(place)
+        file.write_bytes(good)
+    checkpoint.check(place)
+
+
+def _flips(data):
+    for at in range(0, len(data), max(1, len(data) // 25)):
+        yield data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def json_or_none(data):
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def test_the_newest_that_is_whole_is_taken(tmp_path):
+    for step in (1, 2, 10):
+        write(tmp_path, step)
+    assert checkpoint.latest(tmp_path).name == "step-00000010"
+    weights = tmp_path / "step-00000010" / checkpoint.MODEL
+    weights.write_bytes(weights.read_bytes()[:-3])
+    assert checkpoint.latest(tmp_path).name == "step-00000002"
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+def test_a_draft_is_not_a_checkpoint(tmp_path):
+    write(tmp_path, 1)
+    draft = checkpoint.begin(tmp_path, 2)
+    checkpoint.write_tensors(draft / checkpoint.MODEL, {"weight": torch.zeros(3)})
+    assert checkpoint.latest(tmp_path).name == "step-00000001"
+    write(tmp_path, 2)
+    assert checkpoint.latest(tmp_path).name == "step-00000002"
+    assert not draft.exists()
+
+
+def test_older_ones_are_removed(tmp_path):
+    for step in range(1, 6):
+        write(tmp_path, step)
+    checkpoint.prune(tmp_path, 2)
+    assert [path.name for path in checkpoint.steps_in(tmp_path)] == [
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def test_a_disk_that_is_full_leaves_the_older_ones(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*before it are as they were"):
+        write(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_another_format_is_told(tmp_path):
+    place = write(tmp_path, 1)
+    state = json.loads((place / checkpoint.STATE).read_text())
+    (place / checkpoint.STATE).write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        checkpoint.load_state(place)
+
+
+def test_another_model_is_told(tmp_path):
+    found = checkpoint.load(write(tmp_path, 1))
+    model = nn.Linear(3, 4)
+    with pytest.raises(
+        CheckpointError, match=r"another model: 2 weights differ.*weight \(6 numbers"
+    ):
+        checkpoint.restore(model, torch.optim.AdamW(model.parameters()), found)
+
+
+def test_a_pool_of_a_rank_comes_back(tmp_path):
+    draft = checkpoint.begin(tmp_path, 4)
+    state = {"born": torch.arange(3), "features": torch.randn(3, 2), "dim": 2, "named": None}
+    checkpoint.write_pool(draft, 1, state)
+    place = checkpoint.save(draft, shot(4)[2])
+    found = checkpoint.load_pool(place, 1)
+    assert torch.equal(found.pop("features"), state["features"])
+    assert torch.equal(found.pop("born"), state["born"])
+    assert found == {"dim": 2, "named": None}
+    assert checkpoint.load_pool(place, 0) is None

@@ -1,0 +1,287 @@
+"""Models of other libraries as encoders of pairs: what goes in, comes out, is loaded again."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from tilewise.data.emoji import Emoji
+from tilewise.data.loader import load
+from tilewise.data.views import View
+from tilewise.errors import CheckpointError, DataError, OptionError
+from tilewise.models.base import evaluating
+from tilewise.models.image_text import ImageText
+from tilewise.models.text_pairs import TextPairs
+from tilewise.models.two_views import TwoViews
+from tilewise.models.weights import read_weights
+
+TINY = str(Path(__file__).parent / "tiny.json")
+VIT = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 16, "layers": 1, "head_width": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 8, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """A text encoder of Hugging Face, small and random, with a tokenizer of a few words."""
+    from tilewise.models.libraries import need
+
+    transformers = need("transformers")
+    folder = tmp_path_factory.mktemp("bert")
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *["a", "red", "green", "blue", "thing", "big", "small"],
+    ]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def batch_of(model, source, count=6):
+    form = model.form(View(model.image_size or 1, crop_scale=0.8))
+    chances = np.random.default_rng(0).random((count, form.chances))
+    return load(source, form, range(count), chances)
+
+
+def test_images_and_texts_become_unit_features():
+    torch.manual_seed(0)
+    model = ImageText(TINY)
+    inputs = batch_of(model, Emoji("style")).inputs
+    assert inputs["image"].dtype == torch.uint8
+    with evaluating(model):
+        out = model(**inputs)
+        for side in ("rows", "cols"):
+            assert out[side].shape == (6, 16)
+            torch.testing.assert_close(out[side].norm(dim=1), torch.ones(6))
+        torch.testing.assert_close(out["rows"], model.images(inputs["image"]))
+        texts = ["a dog", "a very long text that goes on and on beyond what the model takes"]
+        assert model.texts(texts).shape == (2, 16)
+    assert "bias" not in out
+    assert model.training
+
+
+@pytest.mark.parametrize("config", [json.loads(Path(TINY).read_text()), VIT], ids=["timm", "vit"])
+def test_open_clip_loads_what_is_exported(tmp_path, config):
+    import open_clip
+
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(config))
+    torch.manual_seed(1)
+    model = ImageText(str(path))
+    model.export(tmp_path / "out")
+    theirs = open_clip.create_model(f"local-dir:{tmp_path / 'out'}").eval()
+    again = ImageText(str(tmp_path / "out"))
+    inputs = batch_of(model, Emoji("style")).inputs
+    tokens = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["smile", "a cat"])
+    with evaluating(model), evaluating(again), torch.no_grad():
+        ours = model.images(inputs["image"])
+        pixels = model.normalised(inputs["image"])
+        torch.testing.assert_close(theirs.encode_image(pixels, normalize=True), ours)
+        torch.testing.assert_close(again.images(inputs["image"]), ours)
+        found = functional.normalize(theirs.encode_text(tokens), dim=1)
+        torch.testing.assert_close(model.texts(["smile", "a cat"]), found)
+
+
+@pytest.mark.parametrize("config", [json.loads(Path(TINY).read_text()), VIT], ids=["timm", "vit"])
+def test_places_of_an_image_have_features(tmp_path, config):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(config))
+    model = ImageText(str(path))
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    with evaluating(model):
+        places = model.patches(pixels)
+    assert places.shape[:2] == (2, config["embed_dim"])
+    torch.testing.assert_close(places.norm(dim=1), torch.ones(2, *places.shape[2:]))
+
+
+def test_places_of_a_wider_image():
+    model = ImageText(TINY)
+    with evaluating(model):
+        pixels = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
+        row = model.patches(torch.cat([pixels, pixels], dim=3))
+    assert row.shape[2:] == (1, 2)
+
+
+def test_weights_of_a_file_tower_or_model(tmp_path):
+    torch.manual_seed(0)
+    model = ImageText(TINY)
+    torch.save(model.net.state_dict(), tmp_path / "all.pt")
+    torch.save({"state_dict": model.net.visual.state_dict()}, tmp_path / "tower.pt")
+    torch.manual_seed(1)
+    whole = ImageText(TINY, pretrained=str(tmp_path / "all.pt"))
+    tower = ImageText(TINY, pretrained=str(tmp_path / "tower.pt"))
+    own = model.net.state_dict()
+    assert all(torch.equal(x, own[name]) for name, x in whole.net.state_dict().items())
+    for name, x in tower.net.state_dict().items():
+        if name.startswith("visual.") and x.ndim > 1:
+            assert torch.equal(x, own[name])
+    assert not torch.equal(tower.net.text_projection, model.net.text_projection)
+    torch.save(model.net.visual.trunk.state_dict(), tmp_path / "trunk.pt")
+    trunk = ImageText(TINY, pretrained=str(tmp_path / "trunk.pt")).net.visual
+    ours = model.net.visual.trunk.state_dict()
+    assert all(torch.equal(x, ours[name]) for name, x in trunk.trunk.state_dict().items())
+    assert not torch.equal(trunk.head.proj.weight, model.net.visual.head.proj.weight)
+
+
+def test_a_config_says_how_pixels_are_taken(tmp_path):
+    wants = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.5, 0.5]}
+    both = {"model_cfg": json.loads(Path(TINY).read_text()), "preprocess_cfg": wants}
+    (tmp_path / "model.json").write_text(json.dumps(both))
+    model = ImageText(str(tmp_path / "model.json"))
+    found = model.normalised(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
+    torch.testing.assert_close(found, torch.tensor([2.0, 1.0, 1.0]))
+    model.export(tmp_path / "out")
+    assert json.loads((tmp_path / "out/open_clip_config.json").read_text())["preprocess_cfg"][
+        "std"
+    ] == [0.25, 0.5, 0.5]
+
+
+def test_weights_that_do_not_fit_or_could_run_code(tmp_path):
+    with pytest.raises(CheckpointError, match="which is not there"):
+        read_weights(tmp_path / "none.pt")
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="another model"):
+        ImageText(TINY, pretrained=str(tmp_path / "other.pt"))
+    marked = tmp_path / "ran"
+    torch.save(Trap(marked), tmp_path / "trap.pt")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_weights(tmp_path / "trap.pt")
+    assert not marked.exists()
+
+
+class Trap:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_a_sample_without_a_text():
+    model = ImageText(TINY)
+    sample = {"image": Emoji("style")[0]["image"], "id": 0}
+    form = model.form(View(32))
+    with pytest.raises(DataError, match="an image, or its features, and a text, got image, id"):
+        form.prepare(sample, np.zeros(form.chances))
+
+
+def test_one_of_several_captions_is_drawn():
+    model = ImageText(TINY)
+    form, sample = model.form(View(32)), Emoji("train")[0]
+    chances = np.random.default_rng(0).random((100, form.chances))
+    seen = {form.prepare(sample, each)["text"] for each in chances}
+    assert seen == set(sample["text"])
+
+
+def test_queries_and_documents(text_folder):
+    model = TextPairs(text_folder, max_length=8, query_prefix="a ")
+    data = [
+        {"id": i, "query": "red thing", "positive": "small", "negatives": ("big", "blue a a")}
+        for i in range(4)
+    ]
+    inputs = batch_of(model, data, 4).inputs
+    assert inputs["negatives_ids"].shape[:2] == (4, 2)
+    with evaluating(model):
+        out = model(**inputs)
+        assert out["rows"].shape == out["cols"].shape == (4, 16)
+        assert out["negatives"].shape == (4, 2, 16)
+        torch.testing.assert_close(out["rows"][0], model.texts(["a red thing"])[0])
+        torch.testing.assert_close(out["cols"][0], model.texts(["small"])[0])
+        # Padding to the longest of a batch changes nothing.
+        torch.testing.assert_close(out["negatives"][0, 0], model.texts(["big"])[0])
+    uneven = [*data[:3], {**data[3], "negatives": ("big",)}]
+    with pytest.raises(DataError, match="same number of hard negatives"):
+        batch_of(model, uneven, 4)
+
+
+def test_two_texts_of_a_sample_are_a_pair(text_folder):
+    model = TextPairs(text_folder)
+    form = model.form(View(1))
+    found = form.prepare({"id": 0, "text": ("red", "blue", "green")}, np.array([0.99]))
+    assert (found["query"], found["positive"]) == ("green", "red")
+    with pytest.raises(DataError, match="two texts"):
+        form.prepare({"id": 0, "text": ("red",)}, np.array([0.5]))
+
+
+def test_sentence_transformers_loads_what_is_exported(text_folder, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    model = TextPairs(text_folder)
+    model.export(tmp_path / "out")
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    with evaluating(model):
+        ours = model.texts(["red thing", "big"])
+    found = theirs.encode(["red thing", "big"], normalize_embeddings=True, convert_to_tensor=True)
+    torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_two_views_are_projected_and_features_are_not(tmp_path):
+    import timm
+
+    model = TwoViews("test_convnext2", (12, 8), image_size=32)
+    inputs = batch_of(model, Emoji("style")).inputs
+    assert not torch.equal(inputs["first"], inputs["second"])
+    with evaluating(model):
+        out = model(**inputs)
+        assert out["rows"].shape == (6, 8)
+        features = model.images(inputs["first"])
+        assert features.shape == (6, model.backbone.num_features)
+        model.export(tmp_path / "out")
+        file = tmp_path / "out" / "model.safetensors"
+        theirs = timm.create_model(
+            "test_convnext2", num_classes=0, checkpoint_path=str(file)
+        ).eval()
+        found = functional.normalize(theirs(model.normalised(inputs["first"])), dim=1)
+        torch.testing.assert_close(found, features)
+    with pytest.raises(OptionError, match="near it"):
+        TwoViews("test_convnext99", (8,))
+
+
+def test_torchvision_is_mended_only_where_it_is_broken():
+    code = (
+        "import torch; from tilewise.models.libraries import mend_torchvision, _kept; "
+        "mend_torchvision(); import torchvision; from torchvision import transforms; "
+        "before = len(_kept); mend_torchvision(); assert len(_kept) == before; print(before)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() in ("0", "1")
+
+
+def test_an_error_of_another_kind_is_not_swallowed(monkeypatch):
+    from tilewise.models import libraries
+
+    def broken(name):
+        raise RuntimeError("something else")
+
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(libraries.importlib, "import_module", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        libraries.mend_torchvision()
+
+
+def test_a_library_that_is_missing_is_named_with_the_remedy():
+    from tilewise.models.libraries import need
+
+    with pytest.raises(
+        OptionError, match=r"no_such_library is needed.*pip install 'tilewise\[train\]'"
+    ):
+        need("no_such_library")
