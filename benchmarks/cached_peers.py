@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tilewise
+from tilewise.models.libraries import mend_torchvision
 
 SCALE = 14.3
 ERROR_BATCH, ERROR_PARTS = 256, 4  # pairs, and micro-batches, whose gradients are compared
@@ -134,6 +135,7 @@ def load(name: str) -> ModuleType:
     This folder is hidden from it: transformers would take kernels.py here for a package it knows.
     """
     here = Path(__file__).resolve().parent
+    mend_torchvision()
     with mock.patch.object(sys, "path", [x for x in sys.path if Path(x).resolve() != here]):
         return importlib.import_module(name)
 

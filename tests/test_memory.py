@@ -56,7 +56,7 @@ def test_peak_is_within_the_contract(name):
     assert limit < 4 * 12288**2, "the test would not notice a stored matrix"
 
 
-@pytest.mark.parametrize("batch", [4096, 65536])
+@pytest.mark.parametrize("batch", [4096, pytest.param(65536, marks=pytest.mark.slow)])
 def test_peak_of_clip_at_both_ends(batch):
     """From 4,096 to 65,536, where the matrix would take 16 GiB."""
     check_contract("clip", batch)

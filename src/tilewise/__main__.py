@@ -1,7 +1,5 @@
 """`python -m tilewise` is the command `tilewise`."""
 
-import sys
+from tilewise.cli import run
 
-from tilewise.cli import main
-
-sys.exit(main())
+run()

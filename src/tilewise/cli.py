@@ -53,6 +53,17 @@ def _application(name: str, args: list[str]) -> int:
     return run(args)
 
 
+def run() -> NoReturn:
+    """The command as a process of its own."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))) > 1:
+        # Threads of gloo can outlive their group, and abort a rank that is done while it exits.
+        os._exit(code)
+    sys.exit(code)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises what it would print, so that every wrong option is told in the same way."""
 

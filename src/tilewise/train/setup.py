@@ -146,6 +146,7 @@ def _device(name: str, local_rank: int) -> torch.device:
             f"{torch.cuda.device_count()}; start fewer processes a node"
         )
     torch.cuda.set_device(local_rank)
+    torch.backends.cudnn.deterministic = True  # two runs of one seed, the same bits
     return torch.device("cuda", local_rank)
 
 

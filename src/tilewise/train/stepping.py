@@ -67,7 +67,7 @@ class Stepper:
             return self._skip(step, str(error))
         norm = self._clip()
         if not self.ranks.all_agree(math.isfinite(norm)):
-            return self._skip(step, f"the gradient's norm is {norm}")
+            return self._skip(step, f"the gradient's norm is {norm}", float(result.loss))
         self.skipped = 0
         self._take()
         self.objective.after(result.features, ids)
@@ -119,11 +119,11 @@ class Stepper:
         if self.ema is not None:
             self.ema.update()
 
-    def _skip(self, step: int, why: str) -> dict[str, float]:
+    def _skip(self, step: int, why: str, loss: float = math.nan) -> dict[str, float]:
         """Leave the weights as they are; all ranks do."""
         self.skipped += 1
         if self.scaler is not None:
             self.scaler.update()  # a smaller factor next time
         if self.skipped > self.config.optim.max_skipped:
             raise FiniteError(f"{self.skipped} steps in a row were skipped, up to {step}: {why}")
-        return {"loss": math.nan, "skipped": float(self.skipped)}
+        return {"loss": self.ranks.mean(loss), "skipped": float(self.skipped)}
