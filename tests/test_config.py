@@ -28,7 +28,8 @@ def test_every_recipe_parses_and_comes_back(name, tmp_path):
 
 def test_the_papers_recipes_are_there():
     wanted = {"emoji", "cc3m-b32-16k", "cc12m-b32-32k", "cc12m-b16-32k", "laion400m-b32-256k",
-              "laion400m-b16-lit-256k", "laion400m-l14-256k", "iconify", "wordnet"}  # fmt: skip
+              "laion400m-b16-lit-256k", "laion400m-l14-256k", "iconify", "wordnet", "lit-cifar10",
+              "simclr-cifar10"}  # fmt: skip
     assert wanted <= set(recipes())
 
 
