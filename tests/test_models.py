@@ -30,25 +30,24 @@ VIT = {
 
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory):
+    return make_text_folder(tmp_path_factory.mktemp("bert"))
+
+
+def make_text_folder(folder):
     """A text encoder of Hugging Face, small and random, with a tokenizer of a few words."""
     from tilewise.models.libraries import need
 
     transformers = need("transformers")
-    folder = tmp_path_factory.mktemp("bert")
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *["a", "red", "green", "blue", "thing", "big", "small"],
-    ]
+    folder.mkdir(exist_ok=True)
+    marks = [f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")]
+    words = [*marks, "a", "red", "green", "blue", "thing", "big", "small"]
     (folder / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=16,
+        intermediate_size=32, max_position_embeddings=16, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     transformers.BertModel(config).save_pretrained(folder)
     return str(folder)

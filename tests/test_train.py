@@ -233,6 +233,44 @@ def test_bf16_trains(tmp_path):
     assert abs(half[0] - plain[0]) < 0.05
 
 
+def text_data(tmp_path):
+    from test_models import make_text_folder
+
+    words = ["red", "green", "blue", "big", "small"]
+    rows = [
+        {"query": f"a {a} {b}", "positive": f"{b} thing", "negatives": [f"{a} a", "a a"]}
+        for a in words for b in words
+    ]  # fmt: skip
+    table = tmp_path / "pairs.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    folder = make_text_folder(tmp_path / "bert")
+    return {"kind": "text", "model": folder, "train_data": str(table), "loss": "info_nce"}
+
+
+def test_queries_and_documents_in_two_parts(tmp_path):
+    """Parts of the encoder that nothing uses, a pooler, have no state to save."""
+    more = {**text_data(tmp_path), "retrieval": [str(tmp_path / "pairs.jsonl")]}
+    whole = train(config(tmp_path, name="whole", **more))
+    assert "MRR@10" in {name.rsplit("/", 1)[1] for name in whole.metrics}
+    first = Trainer(config(tmp_path, name="parts", **more), ALONE)
+    steps = first._steps()
+    for _ in range(3):
+        step, numbers = next(steps)
+        first.log.add(step, **numbers)
+    first._save(3)
+    steps.close()
+    second = train(config(tmp_path, name="parts", resume="latest", **more))
+    assert losses(second) == losses(whole)
+
+
+def test_queries_and_documents_on_ranks(tmp_path):
+    more = {**text_data(tmp_path), "batch_size": 13}
+    alone = losses(train(config(tmp_path, name="alone", **more)))
+    made = config(tmp_path, name="ranks", **more, micro_batch=3)
+    together = ranks.run(on_ranks, 2, made, 2)[0]
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=2e-4, atol=0)
+
+
 def test_two_views(tmp_path):
     made = config(
         tmp_path, kind="simclr", model="test_convnext2", image_size=32, loss="nt_xent", flip=True,

@@ -36,6 +36,8 @@ BLOCK = 2**22  # bytes read at a time
 MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 _FULL = full_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+# A weight that nothing uses, such as a pooler of a text tower, has no state.
+_SOME = full_state.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 @dataclass
@@ -67,7 +69,7 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, found: Snapshot)
     _check_fits(model, found)
     weights: Any = found.model
     full_state.set_model_state_dict(model, weights, options=_FULL)
-    full_state.set_optimizer_state_dict(model, optimizer, found.optimizer, options=_FULL)
+    full_state.set_optimizer_state_dict(model, optimizer, found.optimizer, options=_SOME)
 
 
 def _check_fits(model: nn.Module, found: Snapshot) -> None:

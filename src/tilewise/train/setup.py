@@ -1,6 +1,7 @@
 """The ranks of a run: who they are, on which device, and what they agree on."""
 
 import datetime
+import inspect
 import os
 import subprocess
 from dataclasses import dataclass
@@ -155,10 +156,12 @@ def spread(model: nn.Module, ranks: Ranks, how: str) -> nn.Module:
     if ranks.world == 1:
         return model
     if how == "ddp":
+        ddp = nn.parallel.DistributedDataParallel
         ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-        # Outputs that a loss does not take, such as a second tower's for a part of the data, need
-        # no gradient.
-        return nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+        # Not before every forward: ranks may have different numbers of micro-batches.
+        newer = "forward_sync_buffers" in inspect.signature(ddp).parameters
+        never: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
+        return ddp(model, device_ids=ids, **never)
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # noqa: PLC0415
 
     mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (ranks.world,))
