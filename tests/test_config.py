@@ -62,6 +62,15 @@ def test_any_field_can_be_given_as_a_flag():
     assert with_flags(base, [], prog="test") == base
 
 
+def test_torchrun_takes_no_flag_for_one_of_its_own():
+    """It refuses what could be the beginning of two of its options, wherever it stands."""
+    from torch.distributed.run import get_args_parser
+
+    flags = [f"--{each.name.replace('_', '-')}" for _, each in fields()]
+    parsed = get_args_parser().parse_args(["--no-python", "tilewise", "train", *flags])
+    assert parsed.training_script_args == ["train", *flags]
+
+
 @pytest.mark.parametrize(
     ("tables", "says"),
     [

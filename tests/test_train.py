@@ -28,7 +28,7 @@ def config(tmp_path, **fields):
         "step": {"batch_size": 24, "micro_batch": 24},
         "optim": {"warmup": 2},
         "eval": {"retrieval": [], "zero_shot": []},
-        "run": {"steps": 5, "name": "run", "logs": str(tmp_path), "report_to": [], "log_every": 1},
+        "run": {"steps": 5, "name": "run", "runs": str(tmp_path), "report_to": [], "log_every": 1},
     }
     where = {name: table for table, names in FIELDS.items() for name in names}
     for name, value in fields.items():

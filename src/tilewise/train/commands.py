@@ -48,7 +48,7 @@ def eval_command(args: Sequence[str]) -> int:
     model = _loaded(config, found)
     device = start(config.run.device, config.run.timeout_s).device
     folder = (
-        Path(config.run.logs) / "eval"
+        Path(config.run.runs) / "eval"
         if found is None
         else found.parent.parent / f"eval-{found.name}"
     )

@@ -281,7 +281,7 @@ class RunConfig:
     """Under torchrun or SLURM: weights on every rank, or sharded over them (FSDP2)."""
     timeout_s: float = 600.0
     """After which a rank gives up on another."""
-    logs: str = "runs"
+    runs: str = "runs"
     """Folder for run folders."""
     name: str = ""
     """Of the run folder; by default the model and the time."""
@@ -313,7 +313,7 @@ class RunConfig:
         _check(
             "/" not in self.name and self.name not in (".", ".."),
             f"name must be the name of a folder, not a path, got {self.name!r}; "
-            "set logs for the place",
+            "set runs for the place",
         )
 
 

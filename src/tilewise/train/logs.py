@@ -69,7 +69,7 @@ def make_folder(folder: Path, *, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(
-            f"logs must be a folder that can be made, got {folder}: {error.strerror}"
+            f"runs must be a folder that can be made, got {folder}: {error.strerror}"
         ) from error
 
 

@@ -113,7 +113,7 @@ class Trainer:
         """The run's folder, and where to go on from, alike on all ranks."""
         run = self.config.run
         name: str = self.ranks.tell(run.name or self._name())
-        folder = Path(run.logs) / name
+        folder = Path(run.runs) / name
         if self.ranks.is_first:
             logs.make_folder(folder, resume=bool(run.resume))
         if run.resume:
@@ -136,10 +136,10 @@ class Trainer:
             return logs.default_name(self.config.model.model)
         if run.resume != "latest":
             return Path(run.resume).resolve().parent.parent.name
-        runs = Path(run.logs).glob(f"*/{logs.METRICS}")
+        runs = Path(run.runs).glob(f"*/{logs.METRICS}")
         newest = max(runs, key=lambda file: file.stat().st_mtime, default=None)
         if newest is None:
-            raise OptionError(f"there is no run in {run.logs} to resume; leave --resume out")
+            raise OptionError(f"there is no run in {run.runs} to resume; leave --resume out")
         return newest.parent.name
 
     def _resume(self, folder: Path) -> None:

@@ -1,0 +1,236 @@
+"""Evaluation of models on data, and the commands that do it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tilewise.cli import main
+from tilewise.data.sources import open_source
+from tilewise.errors import CheckpointError, DataError, OptionError
+from tilewise.evaluate.localise import make_scene, overlap, read_heat
+from tilewise.evaluate.suite import Suite
+from tilewise.models.base import PairModel
+from tilewise.models.libraries import need
+from tilewise.train.config import EvalConfig
+from tilewise.train.setup import _device, _told
+
+TINY = str(Path(__file__).parent / "tiny.json")
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+class Colours(PairModel):
+    """Knows the colours: an image is its mean, a text the colours that it names."""
+
+    image_size = 8
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def images(self, pixels):
+        return torch.nn.functional.normalize(pixels.float().mean((2, 3)), dim=1)
+
+    def texts(self, texts):
+        rows = [sum((np.array(c) for n, c in COLOURS.items() if n in text), np.ones(3))
+                for text in texts]  # fmt: skip
+        return torch.nn.functional.normalize(torch.tensor(np.stack(rows)).float(), dim=1)
+
+    def patches(self, pixels):
+        return torch.nn.functional.normalize(pixels.float() + 1, dim=1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An ImageNet-like folder: three classes of four images, and one that is damaged."""
+    for name, colour in COLOURS.items():
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(4):
+            shade = tuple(int(c * (0.5 + i / 8)) for c in colour)
+            Image.new("RGB", (20 + i, 16), shade).save(tmp_path / "images" / name / f"{i}.jpg")
+    return tmp_path / "images"
+
+
+def test_zero_shot_of_a_folder_and_of_shards_of_it(folder, tmp_path):
+    assert (
+        main(["data", "pack", str(folder), str(tmp_path / "shards"), "--samples-per-shard", "5"])
+        == 0
+    )
+    names = (str(folder), str(tmp_path / "shards"))
+    found = Suite(EvalConfig(retrieval=(), zero_shot=names, templates=("a {} thing", "{}"))).run(
+        Colours()
+    )
+    for name in names:
+        assert found[f"{name}/zeroshot_top1"] == 1.0
+        assert found[f"{name}/zeroshot_mean_per_class"] == 1.0
+    classes = tmp_path / "names.txt"
+    classes.write_text("green\nblue\nred\n")
+    wrong = Suite(EvalConfig(retrieval=(), zero_shot=names[:1], classes=str(classes))).run(
+        Colours()
+    )
+    assert wrong[f"{folder}/zeroshot_top1"] == pytest.approx(1 / 3)
+
+
+def test_templates_may_be_in_a_file(folder, tmp_path):
+    file = tmp_path / "templates.txt"
+    file.write_text("a {}\n\nthe {}\n")
+    config = EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=(str(file),))
+    assert Suite(config).run(Colours())[f"{folder}/zeroshot_top1"] == 1.0
+    with pytest.raises(OptionError, match="not there"):
+        Suite(EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=("no.txt",))).run(
+            Colours()
+        )
+
+
+def test_damaged_images_are_left_out_and_told(folder):
+    (folder / "red" / "4.jpg").write_bytes(b"no image")
+    found = Suite(EvalConfig(retrieval=(), zero_shot=(str(folder),))).run(Colours())
+    assert found[f"{folder}/zeroshot_top1"] == 1.0
+    assert found[f"{folder}/damaged"] == 1.0
+
+
+def table(tmp_path, folder):
+    rows = [
+        {"image": f"images/{name}/0.jpg", "captions": [f"{name} thing", f"nothing {name}"]}
+        for name in COLOURS
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(tmp_path / "pairs.jsonl")
+
+
+def test_retrieval_with_several_captions(folder, tmp_path):
+    name = table(tmp_path, folder)
+    (tmp_path / "out").mkdir()
+    for captions, gallery in (("first", 3.0), ("all", 6.0)):
+        config = EvalConfig(retrieval=(name,), zero_shot=(), captions=captions)
+        found = Suite(config).run(Colours(), tmp_path / "out")
+        assert found[f"{name}/image_to_text_R@1"] == 1.0
+        assert found[f"{name}/text_to_image_R@1"] == 1.0
+        assert found[f"{name}/image_to_text_gallery"] == gallery
+    assert len(list((tmp_path / "out").glob("*.png"))) == 2
+
+
+def test_what_an_evaluation_needs(folder, tmp_path):
+    with pytest.raises(DataError, match="images with texts"):
+        Suite(EvalConfig(retrieval=(str(folder),), zero_shot=())).run(Colours())
+    with pytest.raises(DataError, match="do not name their classes"):
+        Suite(EvalConfig(retrieval=(), zero_shot=(table(tmp_path, folder),)))
+
+
+def test_a_probe_learns_what_features_tell(folder):
+    config = EvalConfig(retrieval=(), zero_shot=(), probe=(str(folder), str(folder)))
+    found = Suite(config).run(Colours())
+    assert found[f"{folder}/linear_probe_top1"] == 1.0
+
+
+def test_scenes_are_found_by_one_who_knows(folder, tmp_path):
+    """Its places are pixels: it points at the right thing, where a blind one points anywhere."""
+    name = table(tmp_path, folder)
+    suite = Suite(EvalConfig(retrieval=(), zero_shot=(), localise=(name,)))
+    found = suite.run(Colours())
+    assert found[f"{name}/pointing_accuracy"] > 0.9
+    assert found[f"{name}/mean_iou"] > 0.5
+    assert found[f"{name}/pointing_chance"] == pytest.approx(1 / 9)
+    blind = Colours()
+    blind.patches = lambda pixels: torch.ones_like(pixels.float())
+    assert suite.run(blind)[f"{name}/pointing_accuracy"] < 0.4
+
+
+def test_a_scene_is_the_same_again_and_shows_its_thing():
+    source = open_source("emoji:style")
+    first, second = (make_scene(source, 3, 32) for _ in range(2))
+    assert (first.pixels == second.pixels).all()
+    assert first.box == second.box
+    left, top, right, bottom = first.box
+    assert right - left == bottom - top == 32
+    assert first.pixels[top:bottom, left:right].min() < 255
+    assert make_scene(source, 4, 32).text != first.text
+
+
+def test_the_box_around_what_is_warm():
+    heat = torch.zeros(20, 30)
+    heat[5:9, 10:16] = 1.0
+    heat[6, 12] = 1.5
+    heat[15, 25] = 1.2
+    point, box = read_heat(heat)
+    assert point == (12, 6)
+    assert box == (10, 5, 16, 9)
+    assert overlap(box, (10, 5, 16, 9)) == 1.0
+    assert overlap((0, 0, 2, 2), (1, 1, 3, 3)) == pytest.approx(1 / 7)
+    assert overlap((0, 0, 2, 2), (2, 2, 3, 3)) == 0.0
+
+
+def quick(tmp_path, *flags):
+    fields = {"model": TINY, "train-data": "synthetic:60", "batch-size": "12",
+              "micro-batch": "12", "steps": "2", "retrieval": "synthetic:9",
+              "runs": str(tmp_path), "name": "run"}  # fmt: skip
+    given = [part for name, value in fields.items() for part in (f"--{name}", value)]
+    return ["train", *given, "--zero-shot", "--localise", "--report-to", *flags]
+
+
+def test_train_eval_and_export_as_commands(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    assert main(quick(tmp_path)) == 0
+    trained = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert main(["eval", run]) == 0
+    assert "image_to_text_R@1" in capsys.readouterr().out
+    again = json.loads((tmp_path / "run" / "eval-step-00000002" / "metrics.json").read_text())
+    assert again == trained
+    assert main(["eval", run, "--retrieval", "synthetic:7,seed=3"]) == 0
+    assert main(["export", run, str(tmp_path / "model")]) == 0
+    library = need("open_clip")
+    assert library.create_model(f"local-dir:{tmp_path / 'model'}") is not None
+    assert main(["export", run, str(tmp_path / "model")]) == 2
+    assert "new or empty" in capsys.readouterr().err
+    assert main(["export", run]) == 2
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_torchrun_trains(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [sys.executable, *torchrun, "-m", "tilewise", *quick(tmp_path), "--device", "cpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2 x cpu" in done.stdout
+    assert done.stdout.count("saved to") == 1, "one rank prints"
+    assert (tmp_path / "run" / "metrics.json").exists()
+
+
+def test_slurm_tells_who_is_who(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    told = {"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "12345",
+            "SLURM_NODELIST": "node3,node4"}  # fmt: skip
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert _told() == {"rank": 5, "world": 8, "local_rank": 1}
+    assert os.environ["MASTER_ADDR"] == "node3"
+    assert 1024 < int(os.environ["MASTER_PORT"]) < 65536
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert _told()["world"] == 1
+
+
+def test_devices(monkeypatch):
+    assert _device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(OptionError, match="auto, cpu or cuda"):
+        _device("tpu", 0)
+
+
+def test_a_checkpoint_that_is_damaged_is_not_evaluated(tmp_path):
+    from tilewise.train.commands import eval_command
+
+    assert main(quick(tmp_path)) == 0
+    weights = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(CheckpointError):
+        eval_command([str(tmp_path / "run")])
