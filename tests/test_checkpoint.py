@@ -109,6 +109,19 @@ def test_a_disk_that_is_full_leaves_the_older_ones(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_a_library_that_cannot_write_is_told_like_a_disk(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    def full(*_):
+        raise SafetensorError("I/O error: File too large")
+
+    draft = checkpoint.begin(tmp_path, 2)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(CheckpointError, match="File too large"):
+        checkpoint.save(draft, shot(2)[2])
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_format_is_told(tmp_path):
     place = write(tmp_path, 1)
     state = json.loads((place / checkpoint.STATE).read_text())

@@ -48,7 +48,7 @@ def test_any_field_can_be_given_as_a_flag():
     changed = with_flags(
         base,
         ["--lr", "0.5", "--lock-image", "--retrieval", "a", "b", "--keep", "12", "--model", "RN50",
-         "--precision", "amp_bf16", "--resume", "latest", "--no-mask-equal"],
+         "--precision", "amp_bf16", "--resume", "latest", "--name", "x", "--no-mask-equal"],
         prog="test",
     )  # fmt: skip
     assert changed.optim.lr == 0.5
@@ -95,6 +95,14 @@ def test_torchrun_takes_no_flag_for_one_of_its_own():
         ({"run": {"name": "a/b"}}, "name of a folder"),
         ({"run": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'"),
         ({"run": {"epochs": 0}}, "epochs must be above 0"),
+        ({"run": {"resume": "latest"}}, "give --name"),
+        ({"run": {"seed": 2**40}}, "seed must be below"),
+        ({"run": {"dist": "fsdp"}, "optim": {"opt": "adafactor"}}, "AdaFactor"),
+        ({"model": {"kind": "text", "pretrained": "x"}}, "leave pretrained out"),
+        (
+            {"model": {"lock_image": True}, "data": {"feature_cache": "x", "flip": True}},
+            "features are cached of images as they are",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_told(tables, says):
@@ -106,6 +114,13 @@ def test_whole_numbers_stand_for_floats_and_lists_for_tuples():
     made = from_tables({"optim": {"lr": 1}, "eval": {"retrieval": ["x"]}}, "run.toml")
     assert made.optim.lr == 1.0
     assert made.eval.retrieval == ("x",)
+
+
+def test_any_text_and_number_comes_back(tmp_path):
+    tables = {"eval": {"templates": ['a \U0001f600 "{}"', "é {}\n"]}, "step": {"keep": 1e400}}
+    config = from_tables(tables, "run.toml")
+    (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
+    assert read(str(tmp_path / "again.toml")) == config
 
 
 def test_a_file_that_is_not_toml(tmp_path):

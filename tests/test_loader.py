@@ -174,6 +174,31 @@ def test_data_by_name():
     assert not {low[i]["id"] for i in range(len(low))} & {high[i]["id"] for i in range(len(high))}
 
 
+def test_a_part_of_data_with_files(tmp_path):
+    """Its images stay as they are, one that is damaged is left out, classes are those of all."""
+    from tilewise.data.pack import pack_source
+    from tilewise.data.shards import Shards
+
+    for name in ("cat", "dog"):
+        (tmp_path / "all" / name).mkdir(parents=True)
+        for i in range(10):
+            noise = np.random.default_rng(i).integers(0, 255, (16, 16, 3), np.uint8)
+            Image.fromarray(noise).save(tmp_path / "all" / name / f"{i}.jpg")
+    (tmp_path / "all" / "cat" / "3.jpg").write_bytes(b"damaged")
+    part = open_source(f"{tmp_path / 'all'}@0-60")
+    assert part.classes == ["cat", "dog"]
+    assert 0 < len(part) < 20
+    bad = []
+    pack_source(part, tmp_path / "out", on_damage=bad.append)
+    packed = Shards(tmp_path / "out")
+    assert len(packed) == len(part) - len(bad)
+    assert "image" not in packed.row(0)
+    assert packed.row(0)["label"] == packed[0]["label"]
+    tar = (tmp_path / "out" / "000000.tar").read_bytes()
+    assert b".jpg" in tar
+    assert b".png" not in tar
+
+
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [

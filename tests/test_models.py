@@ -110,6 +110,40 @@ def test_places_of_an_image_have_features(tmp_path, config):
     torch.testing.assert_close(places.norm(dim=1), torch.ones(2, *places.shape[2:]))
 
 
+def test_scenes_of_a_vit(tmp_path):
+    from tilewise.evaluate.localise import heat_maps, make_scene
+
+    (tmp_path / "model.json").write_text(json.dumps(VIT))
+    model = ImageText(str(tmp_path / "model.json"))
+    scenes = [make_scene(Emoji("style"), number, 32) for number in range(2)]
+    with evaluating(model):
+        assert heat_maps(model, scenes).shape == (2, 96, 96)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"init_logit_bias": -5.0}, {"force_image_size": 64}, {"force_context_length": 5}],
+    ids=str,
+)
+def test_what_was_asked_for_is_exported_too(tmp_path, options):
+    (tmp_path / "model.json").write_text(json.dumps(VIT))
+    model = ImageText(str(tmp_path / "model.json"), **options)
+    model.export(tmp_path / "out")
+    again = ImageText(str(tmp_path / "out"))
+    assert again.image_size == model.image_size
+    own = model.net.state_dict()
+    assert all(torch.equal(x, own[name]) for name, x in again.net.state_dict().items())
+
+
+def test_a_locked_text_tower_drops_nothing():
+    model = ImageText(TINY)
+    model.lock_text()
+    model.train()
+    assert not model.net.transformer.training
+    assert model.net.visual.training
+    assert not any(p.requires_grad for p in model.net.transformer.parameters())
+
+
 def test_places_of_a_wider_image():
     model = ImageText(TINY)
     with evaluating(model):
@@ -124,7 +158,11 @@ def test_weights_of_a_file_tower_or_model(tmp_path):
     torch.save(model.net.state_dict(), tmp_path / "all.pt")
     torch.save({"state_dict": model.net.visual.state_dict()}, tmp_path / "tower.pt")
     torch.manual_seed(1)
+    prefixed = {f"visual.{name}": x for name, x in model.net.visual.state_dict().items()}
+    torch.save(prefixed, tmp_path / "prefixed.pt")
+    assert not ImageText(TINY, pretrained=str(tmp_path / "prefixed.pt")).brings_scale
     whole = ImageText(TINY, pretrained=str(tmp_path / "all.pt"))
+    assert whole.brings_scale
     tower = ImageText(TINY, pretrained=str(tmp_path / "tower.pt"))
     own = model.net.state_dict()
     assert all(torch.equal(x, own[name]) for name, x in whole.net.state_dict().items())

@@ -83,9 +83,9 @@ def test_templates_may_be_in_a_file(folder, tmp_path):
     config = EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=(str(file),))
     assert Suite(config).run(Colours())[f"{folder}/zeroshot_top1"] == 1.0
     with pytest.raises(OptionError, match="not there"):
-        Suite(EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=("no.txt",))).run(
-            Colours()
-        )
+        Suite(EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=("no.txt",)))
+    with pytest.raises(OptionError, match=r"must hold \{\}"):
+        Suite(EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=("a thing",)))
 
 
 def test_damaged_images_are_left_out_and_told(folder):
@@ -117,8 +117,14 @@ def test_retrieval_with_several_captions(folder, tmp_path):
 
 
 def test_what_an_evaluation_needs(folder, tmp_path):
-    with pytest.raises(DataError, match="images with texts"):
-        Suite(EvalConfig(retrieval=(str(folder),), zero_shot=())).run(Colours())
+    with pytest.raises(DataError, match="retrieval needs image and text"):
+        Suite(EvalConfig(retrieval=(str(folder),), zero_shot=())).check(Colours())
+    blind = type("Blind", (Colours,), {"patches": PairModel.patches})()
+    with pytest.raises(OptionError, match="localise needs patches and texts"):
+        Suite(EvalConfig(retrieval=(), zero_shot=(), localise=("emoji:style",))).check(blind)
+    own = table(tmp_path, folder)
+    with pytest.raises(DataError, match="probe needs image and label"):
+        Suite(EvalConfig(retrieval=(), zero_shot=(), probe=(own, own))).check(Colours())
     with pytest.raises(DataError, match="do not name their classes"):
         Suite(EvalConfig(retrieval=(), zero_shot=(table(tmp_path, folder),)))
 
@@ -209,14 +215,14 @@ def test_torchrun_trains(tmp_path):
 def test_slurm_tells_who_is_who(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    told = {"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "12345",
-            "SLURM_NODELIST": "node3,node4"}  # fmt: skip
+    told = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+            "SLURM_JOB_ID": "12345", "SLURM_NODELIST": "node3,node4"}  # fmt: skip
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     assert _told() == {"rank": 5, "world": 8, "local_rank": 1}
     assert os.environ["MASTER_ADDR"] == "node3"
     assert 1024 < int(os.environ["MASTER_PORT"]) < 65536
-    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.delenv("SLURM_STEP_ID")  # the batch script itself
     assert _told()["world"] == 1
 
 

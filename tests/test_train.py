@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tilewise.errors import DataError, DeviceError, FiniteError, OptionError
 from tilewise.train import checkpoint
 from tilewise.train.config import Config
 from tilewise.train.configfile import from_tables
+from tilewise.train.logs import Log
 from tilewise.train.loop import Trainer
 from tilewise.train.setup import Ranks
 
@@ -47,10 +49,7 @@ def train(made, who=ALONE):
 
 
 def losses(outcome):
-    rows = [
-        json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in Log(outcome.folder).rows() if "loss" in row]
 
 
 def weights(outcome, name="model"):
@@ -117,22 +116,38 @@ def test_how_a_step_is_computed_changes_nothing(tmp_path, how):
     torch.testing.assert_close(torch.tensor(other), torch.tensor(plain), rtol=2e-4, atol=0)
 
 
-@pytest.mark.parametrize("more", [{}, {"opt": "lion", "ema": 0.5}], ids=str)
-def test_a_run_in_two_parts_is_the_run(tmp_path, more):
-    whole = train(config(tmp_path, name="whole", **more))
-    # The first part ends early, as if it had been stopped: its schedule is that of the whole.
-    first = Trainer(config(tmp_path, name="parts", save_every=1, **more), ALONE)
+def stopped(made, after=3):
+    """A run that ends early, as if it had been stopped: its schedule is that of the whole."""
+    first = Trainer(made, ALONE)
     steps = first._steps()
-    for _ in range(3):
+    for _ in range(after):
         step, numbers = next(steps)
         first.log.add(step, **numbers)
-    first._save(3)
+    first._save(after)
     steps.close()
+    return first
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"opt": "lion", "ema": 0.5},
+        {"opt": "lamb"},
+        {"opt": "adafactor"},
+    ],
+    ids=str,
+)
+def test_a_run_in_two_parts_is_the_run(tmp_path, more):
+    whole = train(config(tmp_path, name="whole", **more))
+    stopped(config(tmp_path, name="parts", **more))
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "lo')  # killed while it wrote
     second = train(config(tmp_path, name="parts", resume="latest", **more))
     assert losses(second) == losses(whole)
     assert same(weights(second), weights(whole))
     assert same(weights(second, "optimizer"), weights(whole, "optimizer"))
-    if more:
+    if "ema" in more:
         assert same(weights(second, "ema"), weights(whole, "ema"))
 
 
@@ -142,14 +157,67 @@ def test_a_pool_is_saved_and_resumed(tmp_path):
     without = train(config(tmp_path, name="without", **{**more, "pool": 0}))
     assert losses(whole)[0] == losses(without)[0]
     assert losses(whole)[1] > losses(without)[1]
-    first = Trainer(config(tmp_path, name="parts", **more), ALONE)
-    steps = first._steps()
-    for _ in range(3):
-        first.log.add(*[next(steps)[0]])
-    first._save(3)
-    steps.close()
+    stopped(config(tmp_path, name="parts", **more))
     second = train(config(tmp_path, name="parts", resume="latest", **more))
-    assert losses(second) == losses(whole)[3:]
+    assert losses(second) == losses(whole)
+
+
+def test_a_run_that_is_done_is_left_alone(tmp_path):
+    first = train(config(tmp_path, retrieval=["synthetic:9"]))
+    before = (first.folder / "metrics.json").read_text()
+    again = train(config(tmp_path, retrieval=["synthetic:9"], resume="latest"))
+    assert again.steps == 5
+    assert (first.folder / "metrics.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"batch_size": 12}, {"opt": "lion"}, {"seed": 4}, {"train_data": "synthetic:90"}],
+    ids=str,
+)
+def test_a_run_does_not_go_on_as_another(tmp_path, other):
+    stopped(config(tmp_path))
+    with pytest.raises(OptionError, match="is of a run with"):
+        Trainer(config(tmp_path, resume="latest", **other), ALONE)
+
+
+def test_damaged_checkpoints_neither_stay_nor_push_good_ones_out(tmp_path):
+    made = {"save_every": 1, "keep_checkpoints": 1}
+    stopped(config(tmp_path, **made), after=2)
+    place = tmp_path / "run" / "checkpoints"
+    good = place / "step-00000002"
+    bad = place / "step-00000004"
+    shutil.copytree(good, bad)
+    (bad / "model.safetensors").write_bytes(b"cut off")
+    outcome = train(config(tmp_path, resume="latest", **made))
+    assert checkpoint.latest(place).name == "step-00000005"
+    assert [path.name for path in checkpoint.steps_in(place)] == ["step-00000005"]
+    assert len(losses(outcome)) == 5
+
+
+def test_a_setting_of_an_evaluation_that_fails_late_loses_nothing(tmp_path):
+    trainer = Trainer(config(tmp_path, retrieval=["synthetic:9"]), ALONE)
+    trainer.suite.run = lambda *args, **more: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.run()
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-00000005"
+
+
+def test_half_precision_goes_on_with_its_factor(tmp_path):
+    first = Trainer(config(tmp_path, precision="amp_fp16"), ALONE)
+    first.stepper.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    first.stepper.cached.scaler = first.stepper.scaler
+    steps = first._steps()
+    next(steps)
+    first._save(1)
+    steps.close()
+    again = Trainer(config(tmp_path, precision="amp_fp16", resume="latest"), ALONE)
+    assert again.stepper.scaler.get_scale() == first.stepper.scaler.get_scale()
+    with torch.no_grad():
+        again.model.net.visual.head.proj.weight.fill_(math.nan)
+    before = again.stepper.scaler.get_scale()
+    assert next(again._steps())[1]["skipped"] == 1.0
+    assert again.stepper.scaler.get_scale() == before / 2
 
 
 def on_ranks(rank, made, world):
@@ -169,6 +237,28 @@ def test_ranks_train_as_one_does(tmp_path, world, how):
     made = config(tmp_path, name="ranks", batch_size=size, micro_batch=9 if not how else 12, **how)
     together = ranks.run(on_ranks, world, made, world)[0]
     torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=2e-4, atol=0)
+
+
+def resumed(rank, made):
+    trainer = Trainer(made, Ranks(rank, 2, torch.device("cpu")))
+    step, numbers = next(trainer._steps())
+    return step, numbers["loss"]
+
+
+def test_one_process_and_shards_read_each_others_checkpoints(tmp_path):
+    more = {"ema": 0.5, "steps": 5}
+    trainer = stopped(config(tmp_path, **more))
+    wanted = trainer.stepper.step(3, 5, next(trainer.batches.since(3)))["loss"]
+    made = config(tmp_path, resume="latest", dist="fsdp", **more)
+    for step, loss in ranks.run(resumed, 2, made):
+        assert step == 4
+        assert loss == pytest.approx(wanted, rel=1e-4)
+
+
+def test_shards_need_equal_numbers_of_micro_batches(tmp_path):
+    made = config(tmp_path, dist="fsdp", batch_size=25, micro_batch=12)
+    with pytest.raises(OptionError, match="make batch_size a multiple of 2"):
+        Trainer(made, Ranks(0, 2, torch.device("cpu")))
 
 
 def nan_on_one(rank, made):
@@ -252,13 +342,7 @@ def test_queries_and_documents_in_two_parts(tmp_path):
     more = {**text_data(tmp_path), "retrieval": [str(tmp_path / "pairs.jsonl")]}
     whole = train(config(tmp_path, name="whole", **more))
     assert "MRR@10" in {name.rsplit("/", 1)[1] for name in whole.metrics}
-    first = Trainer(config(tmp_path, name="parts", **more), ALONE)
-    steps = first._steps()
-    for _ in range(3):
-        step, numbers = next(steps)
-        first.log.add(step, **numbers)
-    first._save(3)
-    steps.close()
+    stopped(config(tmp_path, name="parts", **more))
     second = train(config(tmp_path, name="parts", resume="latest", **more))
     assert losses(second) == losses(whole)
 
@@ -295,6 +379,22 @@ def test_a_locked_tower_stays_and_its_features_can_be_cached(tmp_path):
             torch.tensor(losses(cached)), torch.tensor(losses(plain)), rtol=2e-3, atol=0
         )
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_cached_features_are_those_of_the_data_and_of_the_tower(tmp_path):
+    how = {"lock_image": True, "crop_scale": 1.0, "jitter": 0.0, "steps": 1}
+    cache = {"feature_cache": str(tmp_path / "cache")}
+    for name, more in (("a", {}), ("b", {"train_data": "synthetic:100,cells=2,noise=0.9"}),
+                       ("c", {"seed": 3}), ("d", {"learn_temperature": False})):  # fmt: skip
+        plain = losses(train(config(tmp_path, name=name, **how, **more)))
+        cached = losses(train(config(tmp_path, name=name + "2", **how, **cache, **more)))
+        torch.testing.assert_close(torch.tensor(cached), torch.tensor(plain), rtol=2e-3, atol=0)
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_a_fixed_temperature_stays(tmp_path):
+    made = config(tmp_path, temperature=2.0, learn_temperature=False)
+    assert weights(train(made))["net.logit_scale"] == pytest.approx(math.log(0.5))
 
 
 @pytest.mark.parametrize(
@@ -336,8 +436,8 @@ def test_too_many_damaged_samples_stop_the_run(tmp_path):
     from PIL import Image
 
     for i in range(0, 40, 2):
-        Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"{i}.png")
-        (tmp_path / f"{i + 1}.png").write_bytes(b"not an image")
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"{i + 1}.png")
+        (tmp_path / f"{i}.png").write_bytes(b"not an image")
     fine = train(config(tmp_path, train_data=str(table), max_bad_share=1.0, steps=2))
     assert all(map(math.isfinite, losses(fine)))
     with pytest.raises(DataError, match="damaged"):

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.data.loader import Form
-from tilewise.data.samples import Sample, Source
+from tilewise.data.samples import Sample, Source, light
 from tilewise.errors import DataError
 
+PROBED = 64  # samples that data are known again by
 DTYPE = np.float16  # half the space, and a tower's features need no more
 
 
@@ -34,15 +35,7 @@ class WithFeatures:
         row = np.asarray(self.features[index])
         if np.isnan(row[0]):
             raise DataError(f"sample {index} was damaged when features were computed", "image")
-        sample = _without_image(self.source, index)
-        return {**sample, "features": row.astype(np.float32)}
-
-
-def _without_image(source: Source, index: int) -> Sample:
-    """The sample; sources that can leave the image undecoded do."""
-    light = getattr(source, "without_image", None)
-    sample: Sample = source[index] if light is None else light(index)
-    return {name: value for name, value in sample.items() if name != "image"}
+        return {**light(self.source, index), "features": row.astype(np.float32)}
 
 
 def key_of(*facts: Any) -> str:
@@ -50,9 +43,23 @@ def key_of(*facts: Any) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for fact in facts:
         if isinstance(fact, Tensor):
-            digest.update(fact.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            flat = fact.detach().cpu().contiguous().reshape(-1)  # a scalar has no bytes to view
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
         else:
             digest.update(json.dumps(fact).encode())
+    return digest.hexdigest()
+
+
+def fingerprint(source: Source, form: Form) -> str:
+    """Of data: how many, and what some of them are."""
+    digest = hashlib.blake2b(str(len(source)).encode(), digest_size=12)
+    for index in np.unique(np.linspace(0, len(source) - 1, PROBED).astype(int)):
+        try:
+            sample = source[int(index)]
+            image = form.prepare(sample, np.full(form.chances, 0.5))["image"]
+            digest.update(str(sample["id"]).encode() + image.tobytes())
+        except DataError:
+            continue
     return digest.hexdigest()
 
 

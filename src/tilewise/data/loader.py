@@ -80,7 +80,7 @@ def _next_good(
             sample = source[(index + further) % len(source)]
             return sample, form.prepare(sample, chances)
         except DataError as error:
-            bad[error.kind] += 1
+            bad[error.kind] += not further  # one sample is missed, however many are tried
             last = error
     raise DataError(
         f"{SUBSTITUTES} samples in a row are damaged, from {index} on; the last: {last}"

@@ -128,3 +128,10 @@ def _whole(name: str, value: object) -> int:
 def _short(value: object) -> str:
     """A value in an error: it came from outside and may be of any length."""
     return f"{type(value).__name__} {repr(value)[:60]}"
+
+
+def light(source: Source, index: int) -> Sample:
+    """A sample without its image: not even read, where the source can do that (`row`)."""
+    row = getattr(source, "row", None)
+    sample: Sample = source[index] if row is None else row(index)
+    return {name: value for name, value in sample.items() if name != "image"}

@@ -10,7 +10,7 @@ import sys
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -80,13 +80,20 @@ class Shards:
         return self._firsts[-1]
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        place = place_of(index, len(self))
+        return self._sample(place_of(index, len(self)), without=())
+
+    def row(self, place: int) -> Sample:
+        """A sample without its image, which is not read."""
+        return self._sample(place, without=("image",))
+
+    def _sample(self, place: int, without: Collection[str]) -> Sample:
         shard = bisect.bisect_right(self._firsts, place) - 1
         within = place - self._firsts[shard]
         try:
             members = self._indexes[shard].members(within)
-            data = {part: self._read(shard, offset, size) for part, offset, size in members}
-            return _decoded(data, place)
+            wanted = [member for member in members if member[0] not in without]
+            data = {part: self._read(shard, offset, size) for part, offset, size in wanted}
+            return _decoded(data, place, partly=bool(without))
         except DataError as error:
             where = f"sample {place} ({within} of {self.paths[shard]})"
             raise DataError(f"{where}: {error}", error.kind) from error
@@ -278,8 +285,8 @@ def _kept(path: Path, folder: Path) -> TarIndex:
         return index
 
 
-def _decoded(data: dict[str, bytes], place: int) -> Sample:
-    if not data:
+def _decoded(data: dict[str, bytes], place: int, *, partly: bool) -> Sample:
+    if not data and not partly:
         raise DataError("want an image, features, text, json or label, got no such member", "empty")
     sample: Sample = {}
     if "json" in data:

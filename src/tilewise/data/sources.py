@@ -11,7 +11,7 @@ from tilewise.data import synthetic
 from tilewise.data.arrays import COLOUR, GREY, ArrayPack
 from tilewise.data.emoji import Emoji
 from tilewise.data.folders import ImageFolder
-from tilewise.data.samples import Sample, Source
+from tilewise.data.samples import Sample, Source, light
 from tilewise.data.shards import Shards
 from tilewise.data.tables import Table
 from tilewise.errors import DataError, OptionError
@@ -33,9 +33,28 @@ class Part:
     def __getitem__(self, index: int) -> Sample:
         return self.source[int(self.rows[index])]
 
+    def row(self, index: int) -> Sample:
+        """A sample without its image."""
+        return light(self.source, int(self.rows[index]))
 
-def open_source(name: str) -> Source:
-    """Open data by name.
+    @property
+    def classes(self) -> list[str]:
+        """Those of the whole."""
+        return list(getattr(self.source, "classes", []))
+
+
+class FilePart(Part):
+    """Some samples of a source whose images are files."""
+
+    def image_bytes(self, index: int) -> bytes:
+        """The file, as it is."""
+        source: Any = self.source
+        data: bytes = source.image_bytes(int(self.rows[index]))
+        return data
+
+
+def open_source(name: str, *, index_folder: str | None = None) -> Source:
+    """Open data by name; `index_folder` is where indexes of shards are kept for the next time.
 
     emoji:train, emoji:style, emoji:concepts   the embedded set
     synthetic:4096,size=32,noise=0.5           mosaics and the names of their colours
@@ -49,12 +68,12 @@ def open_source(name: str) -> Source:
     95-100 to test: samples of one id are never on both sides).
     """
     if found := PART.match(name):
-        source = _open_whole(found["rest"])
+        source = _open_whole(found["rest"], index_folder)
         return _part(source, name, int(found["low"]), int(found["high"]))
-    return _open_whole(name)
+    return _open_whole(name, index_folder)
 
 
-def _open_whole(name: str) -> Source:
+def _open_whole(name: str, index_folder: str | None) -> Source:
     if name.startswith("emoji:"):
         return Emoji(name.removeprefix("emoji:"))
     if name.startswith("synthetic:"):
@@ -63,14 +82,14 @@ def _open_whole(name: str) -> Source:
     if TABLES.search(path):
         return Table(_existing(path), **_table_options(options, name))
     if path.endswith(".tar") or any(mark in path for mark in "{*") or "::" in path:
-        return Shards(path)
+        return Shards(path, index_folder=index_folder)
     folder = _existing(path)
     if not folder.is_dir():
         raise DataError(
             f"data must be shards (.tar), a table (.jsonl, .csv, .tsv) or a folder, got {name!r}"
         )
     if any(folder.glob("*.tar")):
-        return Shards(folder)
+        return Shards(folder, index_folder=index_folder)
     packed = any((folder / name).is_file() for name in (COLOUR, GREY))
     return ArrayPack(folder) if packed else ImageFolder(folder)
 
@@ -104,11 +123,21 @@ def _part(source: Source, name: str, low: int, high: int) -> Part:
         raise OptionError(
             f"a part goes from a lower to a higher hundredth, as in @0-95, got {name!r}"
         )
+    known = [(index, number) for index in range(len(source)) for number in _ids(source, index)]
     # Ids need not be spread evenly: mix them (an odd multiplier, and the high bits).
-    ids = np.array([source[index]["id"] for index in range(len(source))], np.int64).view(np.uint64)
+    ids = np.array([number for _, number in known], np.int64).view(np.uint64)
     mixed = (ids * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     hundredths = mixed * np.uint64(100) >> np.uint64(32)
-    rows = np.flatnonzero((hundredths >= low) & (hundredths < high))
-    if not len(rows):
+    rows = [index for index, _ in known]
+    chosen = np.array(rows, np.int64)[(hundredths >= low) & (hundredths < high)]
+    if not len(chosen):
         raise DataError(f"no sample of {name!r} falls into its part; take a larger one")
-    return Part(source, rows.astype(np.int64))
+    return (FilePart if hasattr(source, "image_bytes") else Part)(source, chosen)
+
+
+def _ids(source: Source, index: int) -> list[int]:
+    """A sample's id; none if it is damaged."""
+    try:
+        return [light(source, index)["id"]]
+    except DataError:
+        return []

@@ -48,11 +48,7 @@ def class_vectors(
             "classes and templates must be lists of at least one text, got "
             f"{len(classes)} classes and templates {templates!r}; ['{{}}'] is the bare name"
         )
-    without = [template for template in templates if "{}" not in template]
-    if without:
-        raise OptionError(
-            f"a template must hold {{}} where the class goes, got {without[0]!r}; add it"
-        )
+    check_templates(templates)
     if chunk < 1:
         raise OptionError(f"chunk must be above 0, got {chunk}; 256 is a good size")
     means = []
@@ -62,6 +58,15 @@ def class_vectors(
         texts = ([template.replace("{}", name) for name in names] for template in templates)
         means.append(torch.stack([_unit(_encoded(encode, each)) for each in texts]).mean(0))
     return _unit(torch.cat(means))
+
+
+def check_templates(templates: Sequence[str]) -> None:
+    """Each has a place for the class."""
+    without = [template for template in templates if "{}" not in template]
+    if without:
+        raise OptionError(
+            f"a template must hold {{}} where the class goes, got {without[0]!r}; add it"
+        )
 
 
 def zero_shot(

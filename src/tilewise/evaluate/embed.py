@@ -17,6 +17,7 @@ from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
 
 MIDDLE = np.full(CHANCES, 0.5)  # what an evaluation draws: nothing
+TRIED = 100  # samples, to find one that is not damaged
 THUMB = 64  # pixels a side of what a picture of results shows
 
 
@@ -95,6 +96,16 @@ class _Found:
             labels=torch.tensor(self.labels) if self.labels and min(self.labels) >= 0 else None,
             bad=bad,
         )
+
+
+def first_sound(source: Source) -> Sample:
+    """The first sample that is not damaged."""
+    for index in range(min(len(source), TRIED)):
+        try:
+            return source[index]
+        except DataError as error:
+            last = error
+    raise DataError(f"the first {TRIED} samples are damaged; the last: {last}") from last
 
 
 def _embeds_texts(model: PairModel) -> bool:

@@ -22,7 +22,7 @@ from tilewise.models.base import PairModel
 GRID = 3  # cells a side of a scene
 THINGS = 4  # of them with an image
 SCENES = 100
-AT_ONCE = 25  # scenes embedded together
+AT_ONCE = 10  # scenes embedded together
 LEVEL = 0.5  # of the largest similarity above the mean: what is said to belong to the thing
 SHOWN = 8
 
@@ -105,19 +105,31 @@ def heat_maps(model: PairModel, scenes: list[Scene]) -> Tensor:
     # What any text finds in a place, such as the empty canvas, does not tell this one's.
     texts = texts - texts.mean(0, keepdim=True)
     steps = range(0, size, max(1, size // 2))
-    summed = torch.zeros(len(scenes), side + size, side + size)
-    seen = torch.zeros_like(summed)
+    summed = torch.zeros(len(scenes), side, side)
     # A tower's places are coarse, a cell or more: look again with the scene moved, and average.
     for dy in steps:
         for dx in steps:
             moved = functional.pad(pixels, (dx, size - dx, dy, size - dy), value=255)
-            places = model.patches(moved.to(model.device)).float()
-            near = torch.einsum("nchw,nc->nhw", places, texts).cpu()[:, None]
-            wide = functional.interpolate(near, moved.shape[-2:], mode="nearest")[:, 0]
-            inside = slice(dy, dy + side), slice(dx, dx + side)
-            summed[:, :side, :side] += wide[:, inside[0], inside[1]]
-            seen[:, :side, :side] += 1
-    return (summed / seen.clamp(min=1))[:, :side, :side]
+            near = _similarities(model, moved, texts)
+            wide = functional.interpolate(near[:, None], moved.shape[-2:], mode="nearest")[:, 0]
+            summed += wide[:, dy : dy + side, dx : dx + side]
+    return summed / len(steps) ** 2
+
+
+def _similarities(model: PairModel, pixels: Tensor, texts: Tensor) -> Tensor:
+    """(n, h, w) of each place of (n, 3, H, W) with a text (n, D); cells of the size that a tower
+    takes are looked at one by one.
+    """
+    count, size = len(pixels), model.image_size
+    cells = pixels.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # n 3 rows size columns size
+    rows, columns = cells.shape[2], cells.shape[4]
+    flat = cells.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+    places = model.patches(flat.to(model.device)).float()  # (n * rows * columns, D, h, w)
+    own = texts.repeat_interleave(rows * columns, 0)
+    near = torch.einsum("ndhw,nd->nhw", places, own).cpu()
+    grid = near.unflatten(0, (count, rows, columns)).permute(0, 1, 3, 2, 4)
+    whole: Tensor = grid.flatten(3, 4).flatten(1, 2)
+    return whole
 
 
 def read_heat(heat: Tensor) -> tuple[tuple[int, int], Box]:

@@ -11,8 +11,14 @@ from tilewise.data.samples import Source
 from tilewise.data.sources import open_source
 from tilewise.errors import DataError, OptionError
 from tilewise.evaluate import plots
-from tilewise.evaluate.classify import class_vectors, knn, linear_probe, zero_shot
-from tilewise.evaluate.embed import Embedded, class_names, embed, pixels_of
+from tilewise.evaluate.classify import (
+    check_templates,
+    class_vectors,
+    knn,
+    linear_probe,
+    zero_shot,
+)
+from tilewise.evaluate.embed import Embedded, class_names, embed, first_sound, pixels_of
 from tilewise.evaluate.localise import localise
 from tilewise.evaluate.ranking import image_text_metrics, retrieval_metrics, top
 from tilewise.models.base import PairModel, evaluating
@@ -27,14 +33,49 @@ class Suite:
 
     config: EvalConfig
     workers: int = 0
+    index_folder: str = ""
     sources: dict[str, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.config
         for name in (*config.retrieval, *config.zero_shot, *config.probe, *config.localise):
-            self.sources.setdefault(name, open_source(name))
+            if name not in self.sources:
+                self.sources[name] = open_source(name, index_folder=self.index_folder or None)
         for name in config.zero_shot:
             class_names(self.sources[name], config.classes)
+        if config.zero_shot:
+            check_templates(templates(config))
+
+    def check(self, model: PairModel) -> None:
+        """Raise unless the data have what is to be measured, and the model can."""
+        able = {name for name in ("images", "texts", "patches") if _is_able(model, name)}
+        wants = {
+            "retrieval": (self.config.retrieval, {"texts"}),
+            "zero_shot": (self.config.zero_shot, {"images", "texts"}),
+            "probe": (self.config.probe, {"images"}),
+            "localise": (self.config.localise, {"patches", "texts"}),
+        }
+        for what, (names, needed) in wants.items():
+            if names and not needed <= able:
+                raise OptionError(
+                    f"{what} needs {' and '.join(sorted(needed))} of a model, and "
+                    f"{type(model).__name__} has {', '.join(sorted(able)) or 'none'}; leave it out"
+                )
+            for name in names:
+                self._check_fields(what, name, able)
+
+    def _check_fields(self, what: str, name: str, able: set[str]) -> None:
+        sample = first_sound(self.sources[name])
+        has = set(sample)
+        if what == "retrieval":
+            pair = {"image", "text"} if "images" in able else {"query", "positive"}
+            fine = pair <= has or {"query", "positive"} <= has
+            wanted = " and ".join(sorted(pair))
+        else:
+            wanted = "image and text" if what == "localise" else "image and label"
+            fine = set(wanted.split(" and ")) <= has
+        if not fine:
+            raise DataError(f"{what} needs {wanted}, and samples of {name!r} have {', '.join(has)}")
 
     def run(
         self, model: PairModel, folder: Path | None = None, *, whole: bool = True
@@ -145,6 +186,10 @@ def templates(config: EvalConfig) -> list[str]:
     return given
 
 
+def _is_able(model: PairModel, name: str) -> bool:
+    return getattr(type(model), name) is not getattr(PairModel, name)
+
+
 def _named(name: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
@@ -166,7 +211,7 @@ def _plot_similarities(
         return
     (rows, cols), (row_ids, col_ids) = sides, ids
     first = {int(number): place for place, number in reversed(list(enumerate(col_ids.tolist())))}
-    own = torch.tensor([first[int(number)] for number in row_ids])
+    own = torch.tensor([first.get(int(number), 0) for number in row_ids])
     other = (own + len(cols) // 2) % len(cols)
     matching, rest = ((rows * cols[places]).sum(1) for places in (own, other))
     rest = rest[col_ids[other] != row_ids]

@@ -31,6 +31,10 @@ class PairModel(nn.Module):
         """Inputs with what a locked tower makes of them, once; without gradient."""
         return inputs
 
+    def frozen_state(self) -> list[Tensor]:
+        """All that `precompute` depends on."""
+        return []
+
     def images(self, pixels: Tensor) -> Tensor:
         """(n, 3, size, size) bytes -> (n, D) unit features."""
         raise OptionError(f"{type(self).__name__} does not embed images")
@@ -55,9 +59,10 @@ class PairModel(nn.Module):
         self.log_scale.requires_grad_(learn)
 
     def clamp(self, max_scale: float) -> None:
-        """Keep the scale within [1, max_scale]."""
+        """Keep a scale that is learned within [1, max_scale]."""
         with torch.no_grad():
-            self.log_scale.clamp_(0, math.log(max_scale))
+            if self.log_scale.requires_grad:
+                self.log_scale.clamp_(0, math.log(max_scale))
 
     def set_pixels(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """What pixels are normalised by, on the device: images travel as bytes."""

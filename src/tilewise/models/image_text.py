@@ -42,7 +42,7 @@ class ImageText(PairModel):
     def __init__(self, name: str, *, pretrained: str = "", **options: Any) -> None:
         super().__init__()
         open_clip = need("open_clip")
-        self.name = name
+        self.name, self.options = name, options
         self.config, preprocess = find_config(name)
         known = _registered(self.config)
         with _quiet():
@@ -53,9 +53,8 @@ class ImageText(PairModel):
         folder = Path(name)
         if not pretrained and (folder / WEIGHTS).is_file():
             pretrained = str(folder / WEIGHTS)
-        self.pretrained = bool(pretrained)
-        if pretrained:
-            load_weights(self.net, Path(pretrained))
+        loaded = load_weights(self.net, Path(pretrained)) if pretrained else set()
+        self.brings_scale = "logit_scale" in loaded
         size = self.net.visual.image_size
         self.image_size = int(size[0] if isinstance(size, (tuple, list)) else size)
         self.locked = False
@@ -79,13 +78,22 @@ class ImageText(PairModel):
         for name, parameter in self.net.named_parameters():
             if not name.startswith(("visual.", "logit_")):
                 parameter.requires_grad_(False)
+        self.text_locked = True
+        self.train(self.training)
 
     def train(self, mode: bool = True) -> "ImageText":
         """As always, but what is locked keeps its statistics and drops nothing."""
         super().train(mode)
         if getattr(self, "locked", False):
             self._frozen.eval()
+        if getattr(self, "text_locked", False):
+            for name, part in self.net.named_children():
+                part.train(mode and name == "visual")
         return self
+
+    def frozen_state(self) -> list[Tensor]:
+        pixels = [self.get_buffer("pixel_mean"), self.get_buffer("pixel_std")]
+        return [*self._frozen.state_dict().values(), *pixels]
 
     @property
     def _frozen(self) -> nn.Module:
@@ -159,11 +167,21 @@ class ImageText(PairModel):
         """What open_clip reads beside the weights."""
         preprocess = self.net.visual.preprocess_cfg
         return {
-            "model_cfg": self.config,
+            "model_cfg": self._built_config(),
             "preprocess_cfg": {
                 key: preprocess[key] for key in ("mean", "std", "interpolation", "resize_mode")
             },
         }
+
+    def _built_config(self) -> dict[str, Any]:
+        """The config with what was asked for beside it."""
+        config: dict[str, Any] = json.loads(json.dumps(self.config))
+        config["vision_cfg"]["image_size"] = self.image_size
+        if "force_context_length" in self.options:
+            config["text_cfg"]["context_length"] = self.options["force_context_length"]
+        if getattr(self.net, "logit_bias", None) is not None:
+            config["init_logit_bias"] = float(self.net.logit_bias.detach())
+        return config
 
     def export(self, folder: Path) -> None:
         """A folder for `open_clip.create_model("local-dir:" + folder)`."""

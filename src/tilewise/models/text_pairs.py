@@ -47,7 +47,6 @@ class TextPairs(PairModel):
         self.max_length = max_length or int(self.net.max_seq_length or 512)
         self.prefixes = {"query": query_prefix, "positive": document_prefix}
         self.logit_scale = nn.Parameter(torch.zeros(()))
-        self.pretrained = False  # its scale
 
     @property
     def log_scale(self) -> nn.Parameter:

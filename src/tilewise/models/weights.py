@@ -33,11 +33,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): each for name, each in found.items()}
 
 
-def load_weights(net: nn.Module, path: Path) -> None:
+def load_weights(net: nn.Module, path: Path) -> set[str]:
     """Into a model of open_clip, whose older layouts are converted, or into the part that they are
-    of: its image tower, or the trunk of that.
+    of: its image tower, or the trunk of that. The names that were loaded.
     """
     weights = read_weights(path)
+    if all(name.startswith("visual.") for name in weights):
+        weights = {name.removeprefix("visual."): each for name, each in weights.items()}
     if "positional_embedding" in weights and "positional_embedding" not in net.state_dict():
         weights = need("open_clip.model").convert_to_custom_text_state_dict(weights)
     parts = [net, net.get_submodule("visual")]
@@ -48,6 +50,7 @@ def load_weights(net: nn.Module, path: Path) -> None:
         if name in weights and name in known:
             weights[name] = weights[name].reshape(known[name].shape)
     load_strictly(target, weights, path)
+    return set(weights)
 
 
 def load_strictly(module: nn.Module, weights: dict[str, Tensor], origin: Path) -> None:

@@ -23,8 +23,9 @@ def make_model(config: Config) -> PairModel:
         )
     else:
         made = _image_text(config)
-    if not (isinstance(made, ImageText) and made.pretrained):
+    if not (isinstance(made, ImageText) and made.brings_scale):
         made.set_scale(1 / loss.temperature, learn=loss.learn_temperature)
+    made.log_scale.requires_grad_(loss.learn_temperature)
     if model.grad_checkpointing:
         _checkpoint(made)
     return made

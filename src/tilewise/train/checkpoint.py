@@ -67,9 +67,19 @@ def ema_state(average: dict[str, Tensor]) -> dict[str, Tensor]:
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, found: Snapshot) -> None:
     """Load a snapshot into both, on all ranks; each has read it."""
     _check_fits(model, found)
-    weights: Any = found.model
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    weights: Any = {name: _as_here(x, shapes[name]) for name, x in found.model.items()}
     full_state.set_model_state_dict(model, weights, options=_FULL)
+    for name, own in found.optimizer["state"].items():
+        for key, x in own.items():
+            if key != "step" and isinstance(x, Tensor) and name in shapes:
+                own[key] = _as_here(x, shapes[name])
     full_state.set_optimizer_state_dict(model, optimizer, found.optimizer, options=_SOME)
+
+
+def _as_here(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A learnable scale has no dimension, and one of length 1 where it is sharded."""
+    return tensor.reshape(shape) if tensor.numel() == 1 else tensor
 
 
 def _check_fits(model: nn.Module, found: Snapshot) -> None:
@@ -90,7 +100,7 @@ def restore_average(average: dict[str, Tensor], found: dict[str, Tensor]) -> Non
     for name, each in average.items():
         if name not in found:
             raise CheckpointError(f"the checkpoint has no average of {name}; resume with ema = 0")
-        source = found[name].to(each.device)
+        source = _as_here(found[name], tuple(each.shape)).to(each.device)
         if isinstance(each, DTensor):
             source = distribute_tensor(source, each.device_mesh, each.placements)
         each.copy_(source)
@@ -126,14 +136,16 @@ def save(draft: Path, shot: Snapshot) -> Path:
     target = draft.with_name(f"step-{shot.step:08d}")
     try:
         _write_all(draft, shot)
-        shutil.rmtree(target, ignore_errors=True)  # of a run that was taken up before it
+        if target.exists():  # of a run that went on from before it
+            os.replace(target, target.with_name(f".{target.name}.old"))
         os.replace(draft, target)
         _sync(target.parent)
-    except OSError as error:
+    except (OSError, need("safetensors").SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"{target} could not be written: {error}; the checkpoints before it are as they were"
         ) from error
+    shutil.rmtree(target.with_name(f".{target.name}.old"), ignore_errors=True)
     return target
 
 
@@ -157,7 +169,11 @@ def _write_all(draft: Path, shot: Snapshot) -> None:
 def _apart(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by "weight/name", and the rest."""
     tensors: dict[str, Tensor] = {}
-    rest: dict[str, Any] = {"state": {}, "param_groups": optimizer.get("param_groups", [])}
+    groups = [
+        {name: x.tolist() if isinstance(x, Tensor) else x for name, x in group.items()}
+        for group in optimizer.get("param_groups", [])
+    ]
+    rest: dict[str, Any] = {"state": {}, "param_groups": groups}
     for weight, own in optimizer.get("state", {}).items():
         tensors |= {f"{weight}/{name}": x for name, x in own.items() if isinstance(x, Tensor)}
         rest["state"][weight] = {n: x for n, x in own.items() if not isinstance(x, Tensor)}
@@ -208,7 +224,10 @@ def load(folder: Path) -> Snapshot:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """All but the tensors."""
-    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / STATE} is damaged or missing: {error}") from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder} is of format {state.get('format')}, and this tilewise reads {FORMAT}; use "
@@ -258,6 +277,28 @@ def latest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest."""
-    for old in steps_in(folder)[:-keep]:
+    """Remove all but the newest that are whole."""
+    whole_ones = [found for found in steps_in(folder) if _is_sound(found)]
+    for old in whole_ones[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Put aside checkpoints beyond a step that a run goes on from: they are of another branch."""
+    for found in steps_in(folder):
+        if int(found.name.removeprefix("step-")) > step:
+            aside = found.with_name(f".{found.name}.left")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(found, aside)
+
+
+def _is_sound(folder: Path) -> bool:
+    """Cheaply: every file is there and of its size."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        sizes = (
+            (folder / name).stat().st_size == known["bytes"] for name, known in manifest.items()
+        )
+        return all(sizes)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False

@@ -10,6 +10,7 @@ from tilewise.errors import CheckpointError, OptionError
 from tilewise.evaluate.report import metrics_table, save_metrics
 from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel
+from tilewise.models.image_text import CONFIG
 from tilewise.models.libraries import need
 from tilewise.models.weights import load_strictly
 from tilewise.train import checkpoint, configfile
@@ -17,6 +18,7 @@ from tilewise.train.build import make_model
 from tilewise.train.config import Config
 from tilewise.train.loop import train
 from tilewise.train.setup import start
+from tilewise.train.stepping import autocast
 
 DEFAULT = "emoji"
 
@@ -41,11 +43,11 @@ def train_command(args: Sequence[str]) -> int:
 def eval_command(args: Sequence[str]) -> int:
     """tilewise eval RUN, CHECKPOINT or recipe [--field value ...]."""
     place, flags = _first(args, "")
-    found = _checkpoint(place) if Path(place).is_dir() else None
-    base = _config_of(found) if found is not None else configfile.read(place or DEFAULT)
+    found, base = _found(place)
     config = configfile.with_flags(base, flags, prog="tilewise eval [RUN]")
-    suite = Suite(config.eval, config.data.workers)
+    suite = Suite(config.eval, config.data.workers, config.data.index_folder)
     model = _loaded(config, found)
+    suite.check(model)
     device = start(config.run.device, config.run.timeout_s).device
     folder = (
         Path(config.run.runs) / "eval"
@@ -53,7 +55,8 @@ def eval_command(args: Sequence[str]) -> int:
         else found.parent.parent / f"eval-{found.name}"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = suite.run(model.to(device), folder)
+    with autocast(config, device):
+        metrics = suite.run(model.to(device), folder)
     save_metrics(folder / "metrics.json", metrics)
     console = need("rich.console").Console()
     console.print(metrics_table(metrics))
@@ -72,11 +75,23 @@ def export_command(args: Sequence[str]) -> int:
         )
     found = _checkpoint(args[0])
     target = Path(args[1])
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OptionError(f"the folder to export to must be new or empty, got {target}")
     _loaded(_config_of(found), found).export(target)
     print(f"exported {found} to {target}")  # noqa: T201
     return 0
+
+
+def _found(place: str) -> tuple[Path | None, Config]:
+    """A checkpoint and its configuration; or a model that was exported; or a recipe."""
+    path = Path(place)
+    if not place or not path.is_dir():
+        return None, configfile.read(place or DEFAULT)
+    if (path / CONFIG).is_file():
+        base = configfile.read(DEFAULT)
+        return None, replace(base, model=replace(base.model, model=place))
+    found = _checkpoint(place)
+    return found, _config_of(found)
 
 
 def _first(args: Sequence[str], default: str) -> tuple[str, list[str]]:
@@ -101,6 +116,7 @@ def _checkpoint(place: str) -> Path:
 
 def _config_of(found: Path) -> Config:
     """That of the run that a checkpoint belongs to."""
+    checkpoint.check(found)
     tables = checkpoint.load_state(found)["config"]
     config = configfile.from_tables(tables, str(found))
     return replace(config, run=replace(config.run, resume=""))

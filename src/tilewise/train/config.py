@@ -34,7 +34,7 @@ class ModelConfig:
     model: str = "tilewise-tiny"
     """clip: an open_clip config by name, or a JSON file of one.
     text: a folder of sentence-transformers or Hugging Face.
-    simclr: a timm model by name, or an open_clip config, whose image tower it is."""
+    simclr: a timm model by name."""
     pretrained: str = ""
     """File of weights to begin with (safetensors, or a PyTorch file that holds tensors only)."""
     lock_image: bool = False
@@ -86,6 +86,8 @@ class DataConfig:
     An ending such as @0-95 takes the samples whose id falls into these hundredths."""
     workers: int = 0
     """Processes that load; 0 loads beside the training, in a thread."""
+    index_folder: str = ""
+    """Folder where the indexes of shards are kept, so that their headers are read once."""
     shuffle_window: int = 0
     """Samples that are shuffled among themselves, in storage order otherwise; 0 for all."""
     crop_scale: float = 0.9
@@ -303,6 +305,7 @@ class RunConfig:
             self.steps >= 0 and self.epochs > 0,
             f"epochs must be above 0, got {self.epochs} (steps {self.steps})",
         )
+        _check(abs(self.seed) < 2**31, f"seed must be below 2**31, got {self.seed}")
         _check_above(0, keep_checkpoints=self.keep_checkpoints, log_every=self.log_every)
         _check_above(0, timeout_s=self.timeout_s)
         _check(
@@ -342,6 +345,25 @@ class Config:
         _check(
             not self.data.feature_cache or self.model.lock_image,
             "feature_cache holds features of a locked image tower; set lock_image = true",
+        )
+        seen = self.data
+        changing = (1 - seen.crop_scale, seen.flip, seen.jitter, seen.grayscale, seen.blur)
+        _check(
+            not seen.feature_cache or not any(changing),
+            "features are cached of images as they are; set crop_scale = 1, jitter, grayscale and "
+            "blur to 0, flip = false, or leave feature_cache out",
+        )
+        _check(
+            self.run.dist == "ddp" or self.optim.opt != "adafactor",
+            "PyTorch's AdaFactor does not take sharded weights; set dist = 'ddp', or another opt",
+        )
+        _check(
+            not self.model.pretrained or kind != "text",
+            "kind = 'text' brings its weights in the folder that model names; leave pretrained out",
+        )
+        _check(
+            self.run.resume != "latest" or bool(self.run.name),
+            "resume = 'latest' goes on with the run of a name; give --name",
         )
         _check(
             self.step.features == "device" or self.run.dist == "ddp",

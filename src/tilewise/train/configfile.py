@@ -115,7 +115,9 @@ def to_toml(config: Config) -> str:
 
 def _written(value: Any) -> str:
     """JSON's strings, numbers, truth values and lists are TOML's as well."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    if value == float("inf"):
+        return "inf"
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def with_flags(config: Config, flags: Sequence[str], *, prog: str) -> Config:

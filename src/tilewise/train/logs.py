@@ -1,10 +1,12 @@
 """What a run leaves behind and shows: a folder, a log, a line on the screen."""
 
+import contextlib
 import json
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,10 @@ class Log:
         about: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
+        if folder is not None and (folder / METRICS).exists():
+            with (folder / METRICS).open("r+") as file:
+                if not file.read().endswith("\n"):  # a run was killed while it wrote
+                    file.write("\n")
         self.writers: list[Any] = []
         if folder is not None and "tensorboard" in report_to:
             self.writers.append(_TensorBoard(folder))
@@ -112,7 +118,7 @@ class Log:
         """All lines so far; of steps that were done twice the later."""
         if self.folder is None or not (self.folder / METRICS).exists():
             return []
-        lines = [json.loads(line) for line in (self.folder / METRICS).read_text().splitlines()]
+        lines = list(_whole_lines(self.folder / METRICS))
         last = {(row["step"], "loss" in row): row for row in lines}
         return sorted(last.values(), key=lambda row: (row["step"], "loss" not in row))
 
@@ -120,6 +126,13 @@ class Log:
         """Write what is left."""
         for writer in self.writers:
             writer.close()
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """But for one that was cut off when a run was killed."""
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 class _TensorBoard:

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.data.featurecache import cached_features, key_of
-from tilewise.data.loader import Batches
+from tilewise.data.featurecache import cached_features, fingerprint, key_of
+from tilewise.data.loader import Batches, load
 from tilewise.data.order import Order
 from tilewise.data.samples import Source
 from tilewise.data.sources import open_source
@@ -29,8 +30,13 @@ from tilewise.train.build import make_model, train_view
 from tilewise.train.config import Config
 from tilewise.train.configfile import to_toml
 from tilewise.train.setup import Ranks, start
-from tilewise.train.stepping import Stepper
+from tilewise.train.stepping import Stepper, autocast
 
+# What a run cannot go on with another of: weights, moments or the place in the data would not fit.
+DECIDING = (
+    "model.kind", "model.model", "model.image_size", "model.max_length", "loss.loss", "optim.opt",
+    "step.batch_size", "run.seed", "data.train_data", "data.shuffle_window",
+)  # fmt: skip
 FEW = 1000  # samples below which the share of damaged ones says nothing
 
 
@@ -57,19 +63,17 @@ class Trainer:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         # What can be wrong is found before anything is written.
-        self.suite = Suite(config.eval, config.data.workers)
-        source = open_source(config.data.train_data)
-        batch = config.step.batch_size
-        if batch < ranks.world:
-            raise OptionError(
-                f"batch_size must be at least a pair a rank, got {batch} for {ranks.world} ranks"
-            )
+        self.suite = Suite(config.eval, config.data.workers, config.data.index_folder)
+        source = open_source(config.data.train_data, index_folder=config.data.index_folder or None)
+        _check_batch(config, ranks)
         self.model: PairModel = make_model(config).to(ranks.device)
-        self.stepper = Stepper(config, ranks, self.model)
+        self.suite.check(self.model)
         self.source = self._cached(source) if config.data.feature_cache else source
         self.batches = self._batches()
         _check_sample(self.batches)
-        self.steps = config.run.steps or max(1, int(config.run.epochs * len(self.source) / batch))
+        self.stepper = Stepper(config, ranks, self.model)
+        epochs = config.run.epochs * len(self.source) / config.step.batch_size
+        self.steps = config.run.steps or max(1, int(epochs))
         self.first_step = 0
         self.folder = self._open_folder()
         log_folder = self.folder if ranks.is_first else None
@@ -77,24 +81,21 @@ class Trainer:
 
     def _cached(self, source: Source) -> Source:
         """With the features of the locked tower, which the first rank computes if need be."""
-        data, model = self.config.data, self.model
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        key = key_of(data.train_data, len(source), model.image_size, *frozen)
+        config, model, device = self.config, self.model, self.ranks.device
+        form = model.form(View(model.image_size))
+        facts = (config.model.model, config.step.precision, fingerprint(source, form))
+        key = key_of(*facts, *model.frozen_state())
+        path = Path(config.data.feature_cache) / f"{key}.npy"
 
         def embed(pixels: NDArray[np.uint8]) -> Tensor:
-            inputs = {"image": torch.from_numpy(pixels).to(self.ranks.device)}
-            with self.stepper.autocast(), evaluating(model):
+            inputs = {"image": torch.from_numpy(pixels).to(device)}
+            with autocast(config, device), evaluating(model):
                 return model.precompute(inputs)["image"]
 
-        def cached() -> Source:
-            path = Path(data.feature_cache) / f"{key}.npy"
-            form, batch = model.form(View(model.image_size)), self.config.eval.eval_batch
-            return cached_features(source, path, embed, form=form, batch=batch)
-
-        if self.ranks.is_first:
-            cached()
-        self.ranks.wait()
-        return cached()
+        # It may take longer than ranks wait for each other.
+        while not self.ranks.is_first and not path.exists():
+            time.sleep(1.0)
+        return cached_features(source, path, embed, form=form, batch=config.eval.eval_batch)
 
     def _batches(self) -> Batches:
         data, ranks = self.config.data, self.ranks
@@ -130,17 +131,12 @@ class Trainer:
         return folder
 
     def _name(self) -> str:
-        """A new one; or that of the run to go on with."""
-        run = self.config.run
-        if not run.resume:
+        """A new one; or that of the run that a checkpoint is of."""
+        resume = self.config.run.resume
+        if not resume:
             return logs.default_name(self.config.model.model)
-        if run.resume != "latest":
-            return Path(run.resume).resolve().parent.parent.name
-        runs = Path(run.runs).glob(f"*/{logs.METRICS}")
-        newest = max(runs, key=lambda file: file.stat().st_mtime, default=None)
-        if newest is None:
-            raise OptionError(f"there is no run in {run.runs} to resume; leave --resume out")
-        return newest.parent.name
+        checkpoint.check(Path(resume))
+        return Path(resume).resolve().parent.parent.name
 
     def _resume(self, folder: Path) -> None:
         given = self.config.run.resume
@@ -149,17 +145,24 @@ class Trainer:
         if found is None:
             return  # the run was stopped before its first checkpoint
         shot = checkpoint.load(found)
+        _check_same(self.config, shot.about.get("config", {}), found)
         checkpoint.restore(self.model, self.stepper.optimizer, shot)
         if self.stepper.ema is not None:
             checkpoint.restore_average(self.stepper.ema.average, shot.ema)
+        self.stepper.load_state(shot.about.get("stepper", {}))
         self.stepper.objective.pool_state = checkpoint.load_pool(found, self.ranks.rank)
         self.first_step = shot.step
+        if self.ranks.is_first and given == "latest":
+            checkpoint.forget_after(folder / "checkpoints", shot.step)
 
     def run(self) -> Outcome:
         """All steps that are left."""
         screen = logs.Screen(self.steps, shown=self.ranks.is_first)
         screen.say(self._headline())
         metrics: dict[str, float] = {}
+        if self.first_step >= self.steps:
+            screen.say(f"{self.folder} is at step {self.first_step} already; nothing is left to do")
+            return Outcome(self.folder, self.first_step, metrics)
         self.model.train()
         screen.begin(self.first_step)
         try:
@@ -222,14 +225,13 @@ class Trainer:
             )
 
     def _now_and_then(self, step: int) -> dict[str, float]:
-        """Evaluate and save, when it is time."""
+        """Save and evaluate, when it is time; in this order, so that nothing trained is lost."""
         run, last = self.config.run, step == self.steps
-        metrics: dict[str, float] = {}
-        if last or (run.eval_every and step % run.eval_every == 0):
-            metrics = self._evaluate(step, last=last)
         if last or (run.save_every and step % run.save_every == 0):
             self._save(step)
-        return metrics
+        if last or (run.eval_every and step % run.eval_every == 0):
+            return self._evaluate(step, last=last)
+        return {}
 
     def _evaluate(self, step: int, *, last: bool) -> dict[str, float]:
         folder = self.folder if last and self.ranks.is_first else None
@@ -250,7 +252,8 @@ class Trainer:
         self.ranks.wait()
         if self.ranks.is_first:
             shot.step, shot.samples = step, step * self.config.step.batch_size
-            shot.about = {"versions": logs.versions(), "config": asdict(self.config)}
+            about = {"config": asdict(self.config), "stepper": self.stepper.state()}
+            shot.about = {"versions": logs.versions(), **about}
             checkpoint.save(draft, shot)
             checkpoint.prune(place, self.config.run.keep_checkpoints)
         self.ranks.wait()
@@ -278,5 +281,32 @@ class Trainer:
 
 
 def _check_sample(batches: Batches) -> None:
-    """The first sample goes through: what is wrong with all of them is found before training."""
-    batches.form.prepare(batches.source[0], np.zeros(batches.form.chances))
+    """One sample goes through: what is wrong with all of them is found before training."""
+    load(batches.source, batches.form, [0], np.zeros((1, batches.form.chances)))
+
+
+def _check_batch(config: Config, ranks: Ranks) -> None:
+    """Every rank has something to do, and under FSDP2 as often as the others."""
+    batch, micro, world = config.step.batch_size, config.step.micro_batch, ranks.world
+    if batch < world:
+        raise OptionError(
+            f"batch_size must be at least a pair a rank, got {batch} for {world} ranks"
+        )
+    most, least = -(-batch // world), batch // world
+    if config.run.dist == "fsdp" and world > 1 and -(-most // micro) != -(-least // micro):
+        raise OptionError(
+            f"under FSDP2 all ranks must have as many micro-batches, got {least} and {most} pairs "
+            f"in micro-batches of {micro}; make batch_size a multiple of {world}"
+        )
+
+
+def _check_same(config: Config, known: dict[str, Any], found: Path) -> None:
+    """A checkpoint goes on as the run that it is of."""
+    for name in DECIDING:
+        section, key = name.split(".")
+        then, now = known.get(section, {}).get(key), getattr(getattr(config, section), key)
+        if then is not None and then != now:
+            raise OptionError(
+                f"{found} is of a run with {name} = {then!r}, got {now!r}; resume with the same, "
+                "or begin a run of its own with --pretrained"
+            )

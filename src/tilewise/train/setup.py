@@ -104,7 +104,8 @@ def _told() -> dict[str, int]:
             "world": int(env["WORLD_SIZE"]),
             "local_rank": int(env.get("LOCAL_RANK", "0")),
         }
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    # Without a step it is the batch script itself, which is alone.
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and env.get("SLURM_STEP_ID", "batch").isdigit():
         env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_NODELIST", "localhost")))
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
         return {
@@ -141,6 +142,8 @@ def _device(name: str, local_rank: int) -> torch.device:
             "device = 'cuda' needs a GPU that PyTorch can use, and there is none; "
             "set --device cpu, or auto"
         )
+    if torch.cuda.device_count() == 1:
+        local_rank = 0  # each task sees its own
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(
             f"local rank {local_rank} has no GPU of its own, this machine has "

@@ -19,6 +19,12 @@ from tilewise.train.setup import Ranks, spread, whole
 DTYPES = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
 
+def autocast(config: Config, device: torch.device) -> Any:
+    """Of a configuration's precision."""
+    dtype = DTYPES.get(config.step.precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
 class Stepper:
     """A model and all that changes it; a step is a function of the weights and of its number."""
 
@@ -64,9 +70,13 @@ class Stepper:
         except StepError as error:
             if not isinstance(error.__cause__, FiniteError):
                 raise
+            if self.scaler is not None:  # nothing was unscaled that it could judge by
+                self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
             return self._skip(step, str(error))
         norm = self._clip()
         if not self.ranks.all_agree(math.isfinite(norm)):
+            if self.scaler is not None:
+                self.scaler.update()  # a smaller factor next time
             return self._skip(step, f"the gradient's norm is {norm}", float(result.loss))
         self.skipped = 0
         self._take()
@@ -101,8 +111,24 @@ class Stepper:
 
     def autocast(self) -> Any:
         """As the configuration has it."""
-        dtype = DTYPES.get(self.config.step.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.ranks.device.type, dtype)
+        return autocast(self.config, self.ranks.device)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, besides weights, optimizer and pool."""
+        scaler = {} if self.scaler is None else self.scaler.state_dict()
+        return {"scaler": scaler, "skipped": self.skipped}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.skipped = state.get("skipped", 0)
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        # What a configuration says of these counts, not what it said when the run began.
+        optim = self.config.optim
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = optim.wd if group["weight_decay"] else 0.0
+            if "betas" in group:
+                group["betas"] = (optim.beta1, optim.beta2)
 
     def _clip(self) -> float:
         if self.scaler is not None:
@@ -122,8 +148,6 @@ class Stepper:
     def _skip(self, step: int, why: str, loss: float = math.nan) -> dict[str, float]:
         """Leave the weights as they are; all ranks do."""
         self.skipped += 1
-        if self.scaler is not None:
-            self.scaler.update()  # a smaller factor next time
         if self.skipped > self.config.optim.max_skipped:
             raise FiniteError(f"{self.skipped} steps in a row were skipped, up to {step}: {why}")
         return {"loss": self.ranks.mean(loss), "skipped": float(self.skipped)}
