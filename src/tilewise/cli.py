@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         commands = {"bench": _bench, "check-ring": _check_ring, "data": _data_pack}
         command = commands[options.pop("command")]
         return command(options)
-    except TilewiseError as error:
+    except (TilewiseError, OSError) as error:
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
 

@@ -16,7 +16,12 @@ def make_model(config: Config) -> PairModel:
     torch.manual_seed(config.run.seed)
     model, loss = config.model, config.loss
     if model.kind == "text":
-        made: PairModel = TextPairs(model.model, max_length=model.max_length)
+        made: PairModel = TextPairs(
+            model.model,
+            max_length=model.max_length,
+            query_prefix=model.query_prefix,
+            document_prefix=model.document_prefix,
+        )
     elif model.kind == "simclr":
         made = TwoViews(
             model.model, model.projector, image_size=model.image_size, pretrained=model.pretrained

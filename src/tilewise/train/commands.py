@@ -27,12 +27,15 @@ def train_command(args: Sequence[str]) -> int:
     """tilewise train [RECIPE or TOML file] [--field value ...] [--print-config]."""
     recipe, flags = _first(args, DEFAULT)
     if any(flag in ("-h", "--help") for flag in flags):
-        print(f"recipes: {', '.join(configfile.recipes())}\n")  # noqa: T201 - a command
+        print(
+            f"recipes: {', '.join(configfile.recipes())}\n"
+            "--print-config prints the configuration that would run, and leaves.\n"
+        )
     printed = "--print-config" in flags
     flags = [flag for flag in flags if flag != "--print-config"]
     config = configfile.with_flags(configfile.read(recipe), flags, prog="tilewise train [RECIPE]")
     if printed:
-        print(configfile.to_toml(config))  # noqa: T201
+        print(configfile.to_toml(config))
         return 0
     for name in ("rich", "matplotlib", "safetensors", "PIL"):
         need(name)
@@ -68,6 +71,11 @@ def eval_command(args: Sequence[str]) -> int:
 
 def export_command(args: Sequence[str]) -> int:
     """tilewise export RUN-or-CHECKPOINT FOLDER."""
+    if any(flag in ("-h", "--help") for flag in args):
+        print(
+            "tilewise export RUN-or-CHECKPOINT FOLDER: for open_clip, sentence-transformers, timm"
+        )
+        return 0
     if len(args) != 2 or args[0].startswith("-"):
         raise OptionError(
             "tilewise export takes a run or a checkpoint, and the folder to write: "
@@ -78,7 +86,7 @@ def export_command(args: Sequence[str]) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OptionError(f"the folder to export to must be new or empty, got {target}")
     _loaded(_config_of(found), found).export(target)
-    print(f"exported {found} to {target}")  # noqa: T201
+    print(f"exported {found} to {target}")
     return 0
 
 

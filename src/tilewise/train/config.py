@@ -45,6 +45,10 @@ class ModelConfig:
     """Recompute activations in the backward."""
     torchcompile: bool = False
     """Compile the model."""
+    query_prefix: str = ""
+    """text: put before queries, as some models want it."""
+    document_prefix: str = ""
+    """text: put before documents."""
     max_length: int = 0
     """Tokens of a text, the rest cut off; 0 for what the model takes."""
     image_size: int = 0
@@ -91,7 +95,7 @@ class DataConfig:
     shuffle_window: int = 0
     """Samples that are shuffled among themselves, in storage order otherwise; 0 for all."""
     crop_scale: float = 0.9
-    """Least area of a random crop; 1 for none."""
+    """Least share of an image's area that a random crop aims at; 1 for none."""
     flip: bool = False
     """Mirror half the images."""
     jitter: float = 0.0

@@ -131,6 +131,6 @@ def with_flags(config: Config, flags: Sequence[str], *, prog: str) -> Config:
         prog=prog,
         default=config,
         args=list(flags),
-        description="Train a contrastive model.",
+        description="Every field of a configuration is a flag.",
     )
     return made

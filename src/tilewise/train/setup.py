@@ -101,7 +101,7 @@ def _told() -> dict[str, int]:
     if "RANK" in env:
         return {
             "rank": int(env["RANK"]),
-            "world": int(env["WORLD_SIZE"]),
+            "world": int(env.get("WORLD_SIZE", "1")),
             "local_rank": int(env.get("LOCAL_RANK", "0")),
         }
     # Without a step it is the batch script itself, which is alone.
