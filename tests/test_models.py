@@ -142,6 +142,10 @@ def test_a_locked_text_tower_drops_nothing():
     assert not model.net.transformer.training
     assert model.net.visual.training
     assert not any(p.requires_grad for p in model.net.transformer.parameters())
+    model.lock_image()
+    model.train()
+    assert not model.net.visual.trunk.training
+    assert model.net.visual.head.training
 
 
 def test_places_of_a_wider_image():

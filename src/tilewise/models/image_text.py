@@ -88,7 +88,8 @@ class ImageText(PairModel):
             self._frozen.eval()
         if getattr(self, "text_locked", False):
             for name, part in self.net.named_children():
-                part.train(mode and name == "visual")
+                if name != "visual":
+                    part.eval()
         return self
 
     def frozen_state(self) -> list[Tensor]:
