@@ -97,6 +97,16 @@ def test_older_ones_are_removed(tmp_path):
     ]
 
 
+def test_a_damaged_one_does_not_count_as_kept(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    weights = tmp_path / "step-00000003" / checkpoint.MODEL
+    weights.write_bytes(weights.read_bytes()[:-3])
+    checkpoint.prune(tmp_path, 1)
+    assert checkpoint.latest(tmp_path).name == "step-00000002"
+    assert not (tmp_path / "step-00000001").exists()
+
+
 def test_a_disk_that_is_full_leaves_the_older_ones(tmp_path, monkeypatch):
     write(tmp_path, 1)
 

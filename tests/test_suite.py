@@ -148,6 +148,22 @@ def test_scenes_are_found_by_one_who_knows(folder, tmp_path):
     assert suite.run(blind)[f"{name}/pointing_accuracy"] < 0.4
 
 
+def test_what_every_text_finds_does_not_count(folder, tmp_path):
+    """A model whose texts are all most like the empty canvas still finds what they name."""
+
+    class Drawn(Colours):
+        def texts(self, texts):
+            return torch.cat([super().texts(texts), torch.full((len(texts), 1), 5.0)], 1)
+
+        def patches(self, pixels):
+            empty = (pixels > 250).all(1, keepdim=True).float()
+            return torch.cat([super().patches(pixels) * (1 - empty), empty], 1)
+
+    name = table(tmp_path, folder)
+    found = Suite(EvalConfig(retrieval=(), zero_shot=(), localise=(name,))).run(Drawn())
+    assert found[f"{name}/pointing_accuracy"] > 0.9
+
+
 def test_a_scene_is_the_same_again_and_shows_its_thing():
     source = open_source("emoji:style")
     first, second = (make_scene(source, 3, 32) for _ in range(2))

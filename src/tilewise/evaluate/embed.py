@@ -88,7 +88,7 @@ class _Found:
         images = None
         if self.image_features:
             images = Side(torch.cat(self.image_features), torch.tensor(self.image_ids))
-        has_texts = bool(self.texts) and _embeds_texts(self.model)
+        has_texts = bool(self.texts) and self.model.can("texts")
         return Embedded(
             images=images,
             texts=_text_side(list(self.texts), self.model.texts, batch) if has_texts else None,
@@ -106,10 +106,6 @@ def first_sound(source: Source) -> Sample:
         except DataError as error:
             last = error
     raise DataError(f"the first {TRIED} samples are damaged; the last: {last}") from last
-
-
-def _embeds_texts(model: PairModel) -> bool:
-    return type(model).texts is not PairModel.texts
 
 
 def _text_side(

@@ -48,7 +48,7 @@ class Suite:
 
     def check(self, model: PairModel) -> None:
         """Raise unless the data have what is to be measured, and the model can."""
-        able = {name for name in ("images", "texts", "patches") if _is_able(model, name)}
+        able = {name for name in ("images", "texts", "patches") if model.can(name)}
         wants = {
             "retrieval": (self.config.retrieval, {"texts"}),
             "zero_shot": (self.config.zero_shot, {"images", "texts"}),
@@ -184,10 +184,6 @@ def templates(config: EvalConfig) -> list[str]:
             )
         given = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return given
-
-
-def _is_able(model: PairModel, name: str) -> bool:
-    return getattr(type(model), name) is not getattr(PairModel, name)
 
 
 def _named(name: str, metrics: dict[str, float]) -> dict[str, float]:

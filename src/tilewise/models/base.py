@@ -23,6 +23,10 @@ class PairModel(nn.Module):
 
     image_size: int = 0  # pixels a side; 0 if it takes no images
 
+    def can(self, what: str) -> bool:
+        """Whether it has "images", "texts" or "patches"."""
+        return getattr(type(self), what) is not getattr(PairModel, what)
+
     def form(self, view: View) -> Form:
         """How samples become its inputs."""
         raise NotImplementedError

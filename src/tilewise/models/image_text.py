@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +162,7 @@ class ImageText(PairModel):
         image = torch.from_numpy(np.stack([each["image"] for each in prepared]))
         return {"image": image, "text": self.tokenizer([each["text"] for each in prepared])}
 
-    @cached_property
-    def export_config(self) -> dict[str, Any]:
+    def _export_config(self) -> dict[str, Any]:
         """What open_clip reads beside the weights."""
         preprocess = self.net.visual.preprocess_cfg
         return {
@@ -198,7 +196,7 @@ class ImageText(PairModel):
             for name, each in weights.items()
         }
         save.save_file(weights, folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps(self.export_config, indent=2))
+        (folder / CONFIG).write_text(json.dumps(self._export_config(), indent=2))
         if hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(str(folder))
 

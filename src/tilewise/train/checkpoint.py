@@ -13,7 +13,6 @@ The order of data, crops, dropout and the learning rate are functions of seed an
 of them needs to be saved.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,13 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as full_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tilewise.data.manifest import sha256_of
 from tilewise.errors import CheckpointError
 from tilewise.models.libraries import need
 from tilewise.models.weights import read_weights
 from tilewise.train.setup import whole
 
 FORMAT = 1
-BLOCK = 2**22  # bytes read at a time
 MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 _FULL = full_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -157,7 +156,7 @@ def _write_all(draft: Path, shot: Snapshot) -> None:
     known = {"format": FORMAT, "step": shot.step, "samples": shot.samples, "optimizer": scalars}
     (draft / STATE).write_text(json.dumps({**known, **shot.about}, indent=1))
     manifest = {
-        file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
         for file in sorted(draft.iterdir())
     }
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -201,14 +200,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def load(folder: Path) -> Snapshot:
@@ -257,7 +248,7 @@ def check(folder: Path) -> None:
 
 def _is_whole(file: Path, known: dict[str, Any]) -> bool:
     right_size = file.is_file() and file.stat().st_size == known["bytes"]
-    return bool(right_size and _digest(file) == known["sha256"])
+    return bool(right_size and sha256_of(file) == known["sha256"])
 
 
 def steps_in(folder: Path) -> list[Path]:
