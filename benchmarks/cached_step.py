@@ -33,7 +33,10 @@ import cached_peers as known
 import torch
 from cached_peers import Contender, Data, Gradients, Job, Pair, Step, gradients
 from run import provenance
+from torch import Tensor
+from torch.nn import functional
 
+import tilewise
 from tilewise import StepResult, measure
 
 MIB = 2**20
@@ -210,6 +213,14 @@ def time_alone(pair: Pair, data: Data, micro_batch: int) -> Alone:
     return Alone(*(observe(call, device).seconds / count for call in (forward, both)))
 
 
+def warm_loss(pair: Pair, batch: int, feature: Tensor) -> None:
+    """Compile what the loss of so many features like this one (1, D) needs."""
+    made = (functional.normalize(feature.new_empty(batch, feature.shape[1]).normal_(), dim=1)
+            for _ in range(2))  # fmt: skip
+    pair.loss(*(x.requires_grad_() for x in made), tilewise.clip_loss).backward()
+    pair.zero_grad(set_to_none=True)
+
+
 def measure_batch(job: Job, keep: float | str, options: argparse.Namespace) -> dict[str, Any]:
     """Steps with their encoders alone before each; the data is in host memory."""
     (pair, data, _), device = job, options.device
@@ -217,6 +228,9 @@ def measure_batch(job: Job, keep: float | str, options: argparse.Namespace) -> d
     micro_batch = min(job.micro_batch, batch)
     sampled = data.first(min(options.samples, batch // micro_batch) * micro_batch)
     step = known.ours(job, keep)
+    with torch.no_grad():
+        feature = pair.image(data.images[:1].to(device))
+    warm_loss(pair, batch, feature)
     alone, seen = list[Alone](), list[Observed]()
     for _ in range(options.repeats):
         alone.append(time_alone(pair, sampled.to(device), micro_batch))
@@ -229,8 +243,6 @@ def measure_batch(job: Job, keep: float | str, options: argparse.Namespace) -> d
     alone_s = (again * forward_s + both_s) * batch / micro_batch
     step_s = statistics.median(x.seconds for x in seen)
     peak = max(x.peak_bytes for x in seen) or peak_bytes(step, device)
-    with torch.no_grad():
-        feature = pair.image(data.images[:1].to(device))
     barred = device.type == "cuda" and (again == 0 or (again == 1 and batch == BAR_BATCH))
     return {
         **{x: getattr(found, x) for x in ("kept", "replayed", "embed_s", "loss_s", "replay_s")},
