@@ -580,6 +580,18 @@ def test_a_loss_that_is_not_finite():
     assert all(p.grad is None for p in tower.parameters())
 
 
+@pytest.mark.parametrize("keep", [0, float("inf")])
+def test_a_loss_that_is_not_finite_while_gradients_accumulate(keep):
+    """A forward may have been run again by the time it is known; no gradient has been touched."""
+    tower = Tower(5).double().eval()
+    step = tw.CachedStep(tower, sup_con, micro_batch=4, keep=keep)
+    step(data())
+    before = [p.grad.clone() for p in tower.parameters()]
+    with pytest.raises(tw.StepError, match=r"^the loss: FiniteError: .*gradients are as they were"):
+        step(data() * torch.nan)
+    assert all(map(torch.equal, before, (p.grad for p in tower.parameters())))
+
+
 class Skips(nn.Module):
     """A layer that only some micro-batches take."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tilewise import groups, measure
 from tilewise.errors import OptionError
-from tilewise.featurebuffers import Features
+from tilewise.featurebuffers import Features, Probe
 from tilewise.gradsync import Averager, forward_of, modules_of, noticing, within
 from tilewise.microbatches import Piece
 from tilewise.randomness import Dice
@@ -37,8 +37,12 @@ class Towers:
     def __len__(self) -> int:
         return len(self.encoders)
 
-    def find_owners(self) -> None:
-        """Look for modules that average gradients: they may have been wrapped since last time."""
+    def look(self) -> None:
+        """Walk through all modules, once a step: they may have been changed since last time."""
+        found = (part for module in self.modules for part in module.modules())
+        self.parts = list({id(part): part for part in found}.values())
+        owned = (p for module in self.modules for p in module.parameters())
+        self.parameters = list({id(p): p for p in owned}.values())
         self.known: list[list[Averager] | None] = [within(encoder) for encoder in self.encoders]
 
     @property
@@ -87,7 +91,7 @@ class Part:
     index: int  # among all parts
     spans: list[slice | None]  # rows of each output among those of the batch; None: all share it
     dice: Dice  # to run it again from
-    probe: list[Tensor]  # a few numbers of its features, to be met again
+    probe: list[Probe]  # of its features, to be met again
     outputs: list[Tensor] = field(default_factory=list)  # with their graph, where it is kept
 
 
@@ -103,7 +107,7 @@ class Budget:
         self.towers = towers
         self.left = float(keep) * MIB if keep != "auto" else AUTO_SHARE * measure.free_bytes(device)
         if self.auto:
-            self.left -= _missing_grad_bytes(towers.modules) + LOSS_BYTES
+            self.left -= _missing_grad_bytes(towers.parameters) + LOSS_BYTES
         self.costs: dict[int, float] = {}  # of each encoder's last graph
         self.largest = 0.0
 
@@ -149,10 +153,9 @@ class Budget:
         return fits
 
 
-def _missing_grad_bytes(modules: Sequence[nn.Module]) -> int:
+def _missing_grad_bytes(parameters: Sequence[Tensor]) -> int:
     """What gradients will take that are not there yet."""
-    parameters = {id(p): p for module in modules for p in module.parameters()}
-    missing = (p for p in parameters.values() if p.requires_grad and p.grad is None)
+    missing = (p for p in parameters if p.requires_grad and p.grad is None)
     return sum(p.numel() * p.element_size() for p in missing)
 
 

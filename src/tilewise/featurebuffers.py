@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from tilewise.trees import Tree, leaves, map_tensors, tensors
 
 # How many units in the last place an output that all micro-batches share may be off.
 SAME = 8
+
+
+class Probe(NamedTuple):
+    """Two numbers of every row, by which it is known again."""
+
+    product: Tensor  # (n,), with something
+    length: Tensor  # (n,)
 
 
 class Features:
@@ -29,6 +37,7 @@ class Features:
         self.rows: list[int] = []
         self.grads: list[Tensor | None] = []
         self.unlike: list[Tensor] = []
+        self.ways: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @property
     def trained(self) -> bool:
@@ -119,17 +128,19 @@ class Features:
                 "a scale; got one that is not: return what depends on samples with a row for each"
             )
 
-    def probe(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Two numbers (n, 2) of every row that is trained: a product with something, its length."""
+    def probe(self, outputs: Sequence[Tensor]) -> list[Probe]:
+        """Of each output that is trained."""
         chosen = zip(outputs, self.learns, self.shared, strict=True)
-        return [_probe(x.detach()) for x, learns, shared in chosen if learns and not shared]
+        return [self._probe(x.detach()) for x, learns, shared in chosen if learns and not shared]
 
-
-def _probe(x: Tensor) -> Tensor:
-    rows = x.flatten(1) if x.dim() > 1 else x[:, None]
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    way = torch.arange(rows.shape[1], device=x.device, dtype=rows.dtype).add_(1).cos_()
-    return torch.stack([rows @ way, rows.norm(dim=1)], 1)
+    def _probe(self, x: Tensor) -> Probe:
+        rows = x.flatten(1) if x.dim() > 1 else x[:, None]
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        kind = rows.shape[1], rows.dtype
+        if kind not in self.ways:
+            order = torch.arange(rows.shape[1], device=x.device, dtype=rows.dtype)
+            self.ways[kind] = order.add_(1).cos_()
+        return Probe(rows @ self.ways[kind], rows.norm(dim=1))
 
 
 def _check_outputs(name: str, out: Tree) -> None:

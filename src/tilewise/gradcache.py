@@ -22,7 +22,7 @@ from tilewise.gradsync import Averager, noticing
 from tilewise.microbatches import Batch, Piece, Splitter, make_batch
 from tilewise.pairs import check_choice, check_number
 from tilewise.phases import Phases, StepMetrics
-from tilewise.pushing import Pushing, Root
+from tilewise.pushing import Around, Pushing, Root
 from tilewise.randomness import graph_leaves, keep_statistics, training_norms
 from tilewise.trees import Tree, call, map_tensors, tensors
 
@@ -101,12 +101,13 @@ class CachedStep:
         """
         if not torch.is_grad_enabled():
             raise GradError("a step computes gradients, got torch.no_grad(); call it outside")
+        self.towers.look()
         if not self.batch_norm:
-            _refuse_batch_norm(self.towers.modules)
-        parameters = (p for module in self.towers.modules for p in module.parameters())
+            _refuse_batch_norm(self.towers.parts)
+        parameters = self.towers.parameters
         _refuse_hooks(parameters, "_post_accumulate_grad_hooks", "see a part of a gradient")
         batch = make_batch(inputs, len(self.towers), self.micro_batch, self.split)
-        device = self.device or _device_of(self.towers.modules, inputs)
+        device = self.device or _device_of(parameters, inputs)
         with Phases(device, self.progress) as phases:
             return _Run(self, batch, device, phases).all(options)
 
@@ -128,15 +129,16 @@ class _Run:
     ) -> None:
         self.step, self.batch, self.phases = step, batch, phases
         self.towers, self.ahead = step.towers, Ahead(device)
-        self.towers.find_owners()
         self.features = [
             Features(device, step.host, batch.times(slot)) for slot in range(len(self.towers))
         ]
         self.embedding = Embedding(
             self.towers, self.features, Budget(step.keep, device, self.towers)
         )
-        self.undo = _Undo(p for module in self.towers.modules for p in module.parameters())
+        self.undo = _Undo(self.towers.parameters)
         self.pushing: Pushing | None = None
+        self.verdict: _Verdict | None = None  # of the loss, until it is read
+        self.settling = False
         self.found: Tree = None
         self.in_loss: list[Averager] = []
         self.where = "the batch"
@@ -187,37 +189,30 @@ class _Run:
             scaled = loss if self.step.scaler is None else self.step.scaler.scale(loss)
             with torch.autocast(loss.device.type, enabled=False):
                 grads = torch.autograd.grad(scaled, [*wanted, *parameters], allow_unused=True)
-            # Only now: meanwhile the device goes on.
-            self._check_finite(loss)
-            for each in self.features:
-                each.check_shared()
+            self.verdict = _Verdict(loss.detach(), self.towers.every_owner)
             by_leaf = dict(zip(map(id, wanted), grads, strict=False))
             for each, own in zip(self.features, leaves, strict=True):
                 each.grads, each.tree = [by_leaf.get(id(x)) for x in own], None
         found = zip(parameters, grads[len(wanted) :], strict=True)
         return loss.detach(), [(p, d) for p, d in found if d is not None]
 
-    def _check_finite(self, loss: Tensor) -> None:
-        """Raise on all ranks alike: where gradients are averaged, one must not wait for another."""
-        bad = (~torch.isfinite(loss.detach())).float()
-        # Those that do not tell their ranks are taken for parts of the whole world.
-        owners = {o.group or groups.world(): o for o in self.towers.every_owner}
-        for group, owner in owners.items():
-            bad = groups.add_up(bad.to(owner.trained[0].device), group)
-        if float(bad):
-            ranks = " on this rank, and on some rank one that is not" if owners else ""
-            raise FiniteError(
-                f"the loss must be finite, got {float(loss.detach())}{ranks}; look for features "
-                "that are not, lower the learning rate, or clamp the scale"
-            )
+    def _settle(self) -> None:
+        """Raise if the loss is of no use, before the first gradient is touched."""
+        if self.verdict is not None:
+            self.settling = True
+            self.verdict.check()
+            for each in self.features:
+                each.check_shared()
+            self.verdict, self.settling, self.undo.touched = None, False, True
 
     def _push(self, parameters: list[Root]) -> dict[str, Any]:
         parts = self.embedding.parts
         self.pushing = pushing = Pushing(self.towers, self.features, parts, self.in_loss)
+        around = Around(self._feed, self.undo.watch, self._settle)
         kept, total = len(pushing.kept), len(pushing.trained)
-        self.where, self.undo.touched = "the backward", True
-        with self.phases.phase("replay", total), keep_statistics(self.towers.modules):
-            for part in pushing.push(parameters, self._feed, self.batch.read(), self.undo.watch):
+        self.where = "the backward"
+        with self.phases.phase("replay", total), keep_statistics(self.towers.parts):
+            for part in pushing.push(parameters, self.batch.read(), around):
                 self.where = f"the backward, after micro-batch {part.index}"
                 self.phases.advance()
             difference = pushing.difference()
@@ -226,8 +221,8 @@ class _Run:
     def place(self) -> str:
         """Where the step is."""
         part = None if self.pushing is None else self.pushing.current
-        if part is None:
-            return self.where
+        if part is None or self.settling:
+            return "the loss" if self.settling else self.where
         return f"micro-batch {part.index}, {self.towers.names[part.slot]}, run again"
 
     def _feed(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tree]]:
@@ -241,6 +236,34 @@ class _Run:
 
         for inputs in self.ahead.over(makers()):
             yield known.pop(0), inputs
+
+
+class _Verdict:
+    """Whether a loss is finite on all ranks: the device finds out, the host reads it later.
+
+    Where gradients are averaged all ranks must raise, or one would wait for another.
+    """
+
+    def __init__(self, loss: Tensor, owners: Sequence[Averager]) -> None:
+        bad = (~torch.isfinite(loss)).float()
+        # Those that do not tell their ranks are taken for parts of the whole world.
+        by_group = {o.group or groups.world(): o for o in owners}
+        for group, owner in by_group.items():
+            bad = groups.add_up(bad.to(owner.trained[0].device), group)
+        self.loss, self.together = loss, bool(by_group)
+        self.bad = bad.to("cpu", non_blocking=True)
+        self.found = torch.cuda.current_stream(bad.device).record_event() if bad.is_cuda else None
+
+    def check(self) -> None:
+        """Wait for it, and raise if the loss is not."""
+        if self.found is not None:
+            self.found.synchronize()
+        if float(self.bad):
+            ranks = " on this rank, and on some rank one that is not" if self.together else ""
+            raise FiniteError(
+                f"the loss must be finite, got {float(self.loss)}{ranks}; look for features "
+                "that are not, lower the learning rate, or clamp the scale"
+            )
 
 
 class _Undo:
@@ -336,10 +359,9 @@ def _check_in_loss(owners: Sequence[Averager]) -> None:
         )
 
 
-def _device_of(modules: Sequence[nn.Module], inputs: tuple[Any, ...]) -> torch.device:
+def _device_of(parameters: Sequence[Tensor], inputs: tuple[Any, ...]) -> torch.device:
     """Of the first parameter, or of the first input that is on one."""
-    known: list[Tensor] = [p for module in modules for p in module.parameters()]
-    known += tensors(inputs)
+    known = parameters or tensors(inputs)
     return known[0].device if known else torch.device("cpu")
 
 

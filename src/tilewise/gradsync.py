@@ -123,8 +123,10 @@ class Averager:
 
 def within(encoder: Any) -> list[Averager] | None:
     """Those of an encoder: none, or itself; None where one must see which of them it runs."""
+    if not groups.is_initialized():
+        return []
     if not isinstance(encoder, nn.Module):
-        return None if groups.is_initialized() else []
+        return None
     if averages(encoder):
         return [Averager(encoder)]
     return None if any(map(averages, encoder.modules())) else []

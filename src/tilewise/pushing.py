@@ -1,6 +1,8 @@
 """The second pass of a cached step: gradients of features become those of parameters."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch import Tensor
 from tilewise import groups
 from tilewise.embedding import Part, Towers
 from tilewise.errors import OptionError, ShapeError
-from tilewise.featurebuffers import Features
+from tilewise.featurebuffers import Features, Probe
 from tilewise.gradsync import Averager
 from tilewise.microbatches import Piece
 from tilewise.randomness import graph_leaves, replayed
@@ -20,8 +22,17 @@ MOST_DIFFERENCE = {torch.float64: 1e-6, torch.float32: 2e-2}
 COARSE_DIFFERENCE = 0.1  # in half precision, or under autocast
 
 Root = tuple[Tensor, Tensor]  # a tensor and its gradient
-Feed = Callable[[Iterable[Piece]], Iterator[tuple[Piece, Tree]]]
-Watch = Callable[[Iterable[Tensor]], None]
+
+
+class Around(NamedTuple):
+    """What the second pass asks of the step."""
+
+    feed: Callable[[Iterable[Piece]], Iterator[tuple[Piece, Tree]]]
+    """Pieces with their inputs on the device."""
+    watch: Callable[[Iterable[Tensor]], None]
+    """These are about to get a gradient."""
+    settle: Callable[[], None]
+    """Called before a gradient is touched; raises if none is to be."""
 
 
 class Pushing:
@@ -54,7 +65,8 @@ class Pushing:
         self.final = {o: part for part in order for o in self.owners[part.slot]}
         self.owed: list[Root] = []
         self.current: Part | None = None  # the one that is run again
-        self.differences: list[tuple[Tensor, float]] = []
+        # What was found again and what it should be, by how far it may be off, and where it is.
+        self.met = defaultdict[tuple[float, torch.device], list[tuple[Probe, Probe]]](list)
 
     def _is_trained(self, slot: int) -> bool:
         """Whether some output has a gradient; DDP and FSDP2 want one of everything, be it 0."""
@@ -63,19 +75,22 @@ class Pushing:
             return True
         return any(grad is not None for grad in features.grads)
 
-    def push(
-        self, parameters: list[Root], feed: Feed, pieces: Iterator[Piece], watch: Watch
-    ) -> Iterator[Part]:
+    def push(self, parameters: list[Root], pieces: Iterator[Piece], step: Around) -> Iterator[Part]:
         """Everything, with the loss's own parameters; yields parts when they are done."""
         self.owed = parameters
+        if self.every_owner:
+            # They would wait for the backward of a forward that was run.
+            step.settle()
         for owner in self.every_owner:
             owner.set_average(False)
         for part in self.kept:
+            step.settle()
             outputs, part.outputs = part.outputs, []
             self._backward(part, self._roots(part, outputs))
             del outputs
             yield part
-        yield from self._run_again(feed, pieces, watch)
+        yield from self._run_again(pieces, step)
+        step.settle()
         self._push_owed()
 
     def _push_owed(self) -> None:
@@ -87,7 +102,7 @@ class Pushing:
             shared = d if owner is None else groups.average(d, owner.group or groups.world())
             torch.autograd.backward([p], [shared])
 
-    def _run_again(self, feed: Feed, pieces: Iterator[Piece], watch: Watch) -> Iterator[Part]:
+    def _run_again(self, pieces: Iterator[Piece], step: Around) -> Iterator[Part]:
         if not self.again:
             return
         wanted, coming = set(self.again), list[Part]()
@@ -98,16 +113,18 @@ class Pushing:
                     coming.append(part)
                     yield piece
 
-        for _, inputs in feed(chosen()):
+        for _, inputs in step.feed(chosen()):
             self.current = part = coming.pop(0)
             final = [o for o in self.owners[part.slot] if self.final[o] is part]
             with replayed(part.dice):
                 out = self.towers.forward(part.slot, inputs, True, final)
             outputs = tensors(out)
-            watch(graph_leaves(outputs) if part.slot in self.towers.functions else ())
+            step.watch(graph_leaves(outputs) if part.slot in self.towers.functions else ())
             roots = self._roots(part, outputs)
             self._compare(part, outputs)
             del out, outputs, inputs
+            # Only now: meanwhile the device goes on.
+            step.settle()
             self._backward(part, roots)
             self.current = None
             yield part
@@ -132,22 +149,21 @@ class Pushing:
         return roots
 
     def _compare(self, part: Part, outputs: Sequence[Tensor]) -> None:
-        """Note how far features are off."""
+        """Note what features are now; looked at in the end, so that the device goes on."""
         trained = [x for x, learns in zip(outputs, self.features[part.slot].learns, strict=True)
                    if learns and x.dim()]  # fmt: skip
         coarse = torch.is_autocast_enabled(outputs[0].device.type)
         for x, old in zip(self.features[part.slot].probe(outputs), part.probe, strict=True):
-            if len(x):
+            if len(x.length):
                 bound = COARSE_DIFFERENCE if coarse else _bound(trained)
-                self.differences.append((_difference(x, old), bound))
+                self.met[bound, x.length.device].append((x, old))
 
     def difference(self) -> float:
         """How far features were off when they were computed again, at most; raises if by much."""
-        if not self.differences:
+        if not self.met:
             return 0.0
-        device = self.differences[0][0].device
-        found = torch.stack([x.to(device) for x, _ in self.differences]).cpu()
-        bounds = torch.tensor([bound for _, bound in self.differences])
+        found = torch.stack([_difference(pairs).cpu() for pairs in self.met.values()])
+        bounds = torch.tensor([bound for bound, _ in self.met])
         worst = float(found[(found / bounds).argmax()])
         if not bool((found <= bounds).all()):
             raise OptionError(
@@ -190,10 +206,14 @@ def _bound(outputs: Sequence[Tensor]) -> float:
     return max(MOST_DIFFERENCE.get(x.dtype, COARSE_DIFFERENCE) for x in outputs)
 
 
-def _difference(x: Tensor, old: Tensor) -> Tensor:
+def _difference(pairs: Sequence[tuple[Probe, Probe]]) -> Tensor:
     """The largest change of a row's numbers, over its length; equal infinities are equal."""
-    change = torch.where(x == old, 0.0, (x - old).abs()).amax(1)
-    return (change / old[:, 1].clamp(min=torch.finfo(old.dtype).tiny)).max().double()
+    again, before = (Probe(*map(torch.cat, zip(*side, strict=True)))
+                     for side in zip(*pairs, strict=True))  # fmt: skip
+    changes = [torch.where(x == old, 0.0, (x - old).abs())
+               for x, old in zip(again, before, strict=True)]  # fmt: skip
+    tiny = torch.finfo(before.length.dtype).tiny
+    return (torch.maximum(*changes) / before.length.clamp(min=tiny)).max().double()
 
 
 def _as_many(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:

@@ -36,8 +36,8 @@ def replayed(dice: Dice) -> Iterator[None]:
 def keep_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Leave running statistics as they are: those of each micro-batch are counted once."""
     norms = nn.modules.batchnorm._NormBase  # InstanceNorm may track them too
-    found = (part for module in modules for part in module.modules() if isinstance(part, norms))
-    buffers = [x for norm in found if norm.training for x in norm.buffers()]
+    found = (module for module in modules if isinstance(module, norms) and module.training)
+    buffers = [x for norm in found for x in norm.buffers()]
     copies = [x.clone() for x in buffers]
     try:
         yield
@@ -49,8 +49,7 @@ def keep_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
 def training_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Every BatchNorm that takes the statistics of what it sees."""
     norms = nn.modules.batchnorm._BatchNorm
-    found = (part for module in modules for part in module.modules() if isinstance(part, norms))
-    return [norm for norm in found if norm.training]
+    return [module for module in modules if isinstance(module, norms) and module.training]
 
 
 def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
