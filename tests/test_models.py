@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from tilewise.data.emoji import Emoji
@@ -16,6 +17,7 @@ from tilewise.data.views import View
 from tilewise.errors import CheckpointError, DataError, OptionError
 from tilewise.models.base import evaluating
 from tilewise.models.image_text import ImageText
+from tilewise.models.patches import Patches, multiply_patches
 from tilewise.models.text_pairs import TextPairs
 from tilewise.models.two_views import TwoViews
 from tilewise.models.weights import read_weights
@@ -146,6 +148,37 @@ def test_a_locked_text_tower_drops_nothing():
     model.train()
     assert not model.net.visual.trunk.training
     assert model.net.visual.head.training
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_patches_as_a_product_are_the_convolution(bias, layout):
+    """Pixels that fill no patch are left out by both."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 5, (4, 2), (4, 2), bias=bias).double()
+    x = torch.randn(2, 3, 11, 7, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    expected = conv(x)
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), [x, *conv.parameters()])
+    multiply_patches(nn.Sequential(conv))
+    assert type(conv) is Patches
+    found = conv(x)
+    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad((found * weights).sum(), [x, *conv.parameters()])
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_only_convolutions_that_cut_pixels_are_products(tmp_path):
+    others = nn.Sequential(
+        nn.Conv2d(3, 4, 4, 2), nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 4, 4, padding=1),
+        nn.Conv2d(8, 4, 2, 2), nn.Conv2d(4, 4, 2, 2, groups=2), nn.Conv2d(3, 4, 2, 2, dilation=2),
+    )  # fmt: skip
+    multiply_patches(others)
+    assert all(type(each) is nn.Conv2d for each in others)
+    config = tmp_path / "vit.json"
+    config.write_text(json.dumps(VIT))
+    assert isinstance(ImageText(str(config)).net.visual.conv1, Patches)
+    assert isinstance(TwoViews("test_vit", [8]).backbone.patch_embed.proj, Patches)
 
 
 def test_places_of_a_wider_image():

@@ -21,6 +21,7 @@ from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
+from tilewise.models.patches import multiply_patches
 from tilewise.models.weights import load_weights
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -46,6 +47,7 @@ class ImageText(PairModel):
         known = _registered(self.config)
         with _quiet():
             self.net = open_clip.create_model(known, force_preprocess_cfg=preprocess, **options)
+        multiply_patches(self.net)
         self.tokenizer = open_clip.get_tokenizer(
             known, context_length=options.get("force_context_length")
         )

@@ -18,6 +18,7 @@ from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
+from tilewise.models.patches import multiply_patches
 from tilewise.models.weights import load_strictly, read_weights
 
 
@@ -47,6 +48,7 @@ class TwoViews(PairModel):
         self.backbone: Any = timm.create_model(name, num_classes=0)
         if image_size and hasattr(self.backbone, "set_input_size"):
             self.backbone.set_input_size(image_size)
+        multiply_patches(self.backbone)
         if pretrained:
             load_strictly(self.backbone, read_weights(Path(pretrained)), Path(pretrained))
         self.image_size = image_size or int(self.backbone.default_cfg["input_size"][1])
