@@ -359,6 +359,33 @@ def test_a_frozen_tower_is_run_once():
     close(grads_of(parameters), wanted, 1e-13)
 
 
+def test_later_steps_make_no_graph_to_look_at_and_see_what_is_frozen_or_freed():
+    """Where nothing is kept, what trained all its outputs is taken to do so again."""
+    encoders, inputs, loss, parameters = make("two")
+    for module in encoders:
+        module.eval()
+    graphs = []
+    for e in encoders:
+        e.register_forward_hook(lambda module, _, out: graphs.append((module, out.requires_grad)))
+    step = tw.CachedStep(encoders, loss, micro_batch=4, keep=0)
+
+    def check(*counts):
+        loss(*(e(x) for e, x in zip(encoders, inputs, strict=True))).backward()
+        wanted = grads_of(parameters)
+        graphs.clear()
+        step(*inputs)
+        close(grads_of(parameters), wanted, 1e-13)
+        assert [(graphs.count((e, True)), graphs.count((e, False))) for e in encoders] == [*counts]
+
+    check((5, 3), (5, 3))
+    check((4, 4), (4, 4))
+    encoders[1].requires_grad_(False)
+    check((4, 4), (0, 8))  # run again for nothing, once
+    check((4, 4), (0, 4))
+    encoders[1].requires_grad_(True)
+    check((4, 4), (5, 3))
+
+
 def test_only_the_loss_is_trained():
     encoders, inputs, loss, parameters = make("two")
     for module in encoders:

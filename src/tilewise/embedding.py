@@ -33,6 +33,8 @@ class Towers:
         self.modules = list({id(module): module for module in found}.values())
         # Of which not all that they train need be known.
         self.functions = {k for k, e in enumerate(encoders) if not isinstance(e, nn.Module)}
+        # Of which all outputs were trained when it was last seen: so it will be, or it is no harm.
+        self.trains_all: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.encoders)
@@ -103,7 +105,7 @@ class Budget:
     """
 
     def __init__(self, keep: float | str, device: torch.device, towers: Towers) -> None:
-        self.device, self.auto = device, keep == "auto"
+        self.device, self.auto, self.none = device, keep == "auto", keep == 0
         self.towers = towers
         self.left = float(keep) * MIB if keep != "auto" else AUTO_SHARE * measure.free_bytes(device)
         if self.auto:
@@ -171,10 +173,13 @@ class Embedding:
         slot, features = piece.slot, self.features[piece.slot]
         # The first one of an encoder tells whether it is trained, and what its graph takes.
         first = not features.buffers
+        known = slot in self.towers.trains_all and self.budget.none
+        # Ranks may keep unlike much, and ask each other.
+        asked = first and (not known or groups.is_initialized())
         # DDP averages in the backward of a forward that was told so: the last one is run again.
         ends = piece.last and any(owner.by_forward for owner in self.towers.owners[slot])
         keep = features.trained and self.budget.allows(slot) and not ends
-        dice, graph = Dice(), first or keep
+        dice, graph = Dice(), asked or keep
         with self.budget.measure(slot, graph):
             out = self.towers.forward(slot, inputs, graph)
         spans = features.add(self.towers.names[slot], out, graph)
@@ -182,6 +187,8 @@ class Embedding:
             self.budget.settle(slot)
         if first:
             self.budget.reserve(sum(x.numel() * x.element_size() for x in features.buffers))
+        if asked and all(features.learns):
+            self.towers.trains_all.add(slot)
         part = Part(slot, len(self.parts), spans, dice, features.probe(tensors(out)))
         self.parts.append(part)
         if features.trained and keep and self.budget.take(slot):

@@ -54,7 +54,7 @@ class Features:
         parts = tensors(out)
         if not self.buffers:
             _check_outputs(name, out)
-            self._begin(out, parts)
+            self._begin(out, parts, graph)
         kinds = [self._kind(i, x) for i, x in enumerate(parts)]
         known = [self._kind(i, x) for i, x in enumerate(self.buffers)]
         if kinds != known:
@@ -69,12 +69,13 @@ class Features:
             )
         return [self._store(i, x.detach()) for i, x in enumerate(parts)]
 
-    def _begin(self, out: Tree, parts: list[Tensor]) -> None:
+    def _begin(self, out: Tree, parts: list[Tensor], graph: bool) -> None:
         self.tree, self.rows = map_tensors(lambda x: x.new_empty(0), out), [0] * len(parts)
         samples = max(len(x) if x.dim() else 1 for x in parts)
         # Of one sample (1,) is a row; FSDP2 makes such a thing of a scale.
         self.shared = [x.dim() == 0 or (x.shape == (1,) and samples > 1) for x in parts]
-        self.learns = [x.requires_grad for x in parts]
+        # Without a graph nobody knows.
+        self.learns = [x.requires_grad if graph else x.is_floating_point() for x in parts]
         self.buffers = [
             x.detach().clone() if shared else self._empty(math.ceil(len(x) * self.times), x)
             for x, shared in zip(parts, self.shared, strict=True)
