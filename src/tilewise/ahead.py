@@ -54,10 +54,12 @@ class Ahead:
         while coming:
             arriving = coming.popleft().result()
             start()
+            copied = arriving.event is not None
             yield self.arrived(arriving)
             del arriving
-            done.append(current.record_event())
-            # The host may be one ahead: each has memory of its own until the device is done.
+            # The host may be one copy ahead: each has memory of its own until the device is done.
+            if copied:
+                done.append(current.record_event())
             if len(done) > 1:
                 done.popleft().synchronize()
 
