@@ -17,7 +17,17 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tilewise.backends import adding, convert, dz, hopper, hopper_dz, kernels, tuning, vectors
+from tilewise.backends import (
+    adding,
+    convert,
+    dz,
+    entropies,
+    hopper,
+    hopper_dz,
+    kernels,
+    tuning,
+    vectors,
+)
 from tilewise.backends.tuning import Target, tiles_for
 
 FLOAT_POINTERS = """head flag row_part col_part row_pull col_pull out row_gain col_gain row_vectors
@@ -92,12 +102,19 @@ VECTORS = {
         "units": None, "MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096,
     },
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
+    "losses": {},
+    "losses-plain": {"weight": None},
+    "average": {"MEAN": True, "SIDES": 2, "WEIGHTED": False},
+    "average-weighted": {"MEAN": True, "SIDES": 1, "WEIGHTED": True},
+    "pull": {},
+    "pull-plain": {"weight": None},
 }  # fmt: skip
 FLOATS = """x other norm other_norm dot row_norm col_norm scale part found row_stats d_rows d_cols
     col_stats stats d other_d vectors at_positive head out rows cols unit units flag memo factor
-    gain a b"""
+    gain a b weight upstream"""
 POINTERS_OF_VECTORS = {
-    **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "index": "*i32",
+    **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "sums": "*fp64", "divisors": "*fp64",
+    "index": "*i32",
 }  # fmt: skip
 # What kernels see of features: fp32 is split into fp16; fp8 is a copy of half-precision features.
 SCORES = {torch.float32: torch.float16}
@@ -197,7 +214,9 @@ def compile_vectors(target, size):
     for name, options in VECTORS.items():
         kernel_name = name.split("-")[0]
         (kernel,) = (
-            vars(x)[kernel_name] for x in (vectors, adding, convert) if hasattr(x, kernel_name)
+            vars(x)[kernel_name]
+            for x in (vectors, adding, convert, entropies)
+            if hasattr(x, kernel_name)
         )
         values = {"BLOCK": 256, **options}
         signature, constants = {}, {}

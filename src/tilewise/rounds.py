@@ -163,23 +163,33 @@ class _Total:
     def __init__(self, pairs: Pairs, needs: Needs, into: Tensor | None) -> None:
         self.pairs, self.needs = pairs, needs
         self.rows = into
-        # Two tensors: an op's results may not share memory.
-        zero = pairs.rows.new_zeros((), dtype=exact_dtype(pairs.rows))
-        self.scale, self.bias = zero, zero.clone()
+        self.scale: Tensor | None = None
+        self.bias: Tensor | None = None
 
     def add(self, grads: Grads, share: float) -> Tensor | None:
         """Add those of a visit, of the scale a share; returns the columns' own."""
         self.rows = grads.rows  # in the same memory, but for the first
         if self.needs.scale:
-            self.scale += share * grads.scale
+            self.scale = _plus(self.scale, grads.scale, share)
         if self.needs.bias:
-            self.bias += share * grads.bias
+            self.bias = _plus(self.bias, grads.bias, share)
         return grads.cols
 
     def grads(self, dtype: torch.dtype, cols: Tensor | None, gain: Tensor | None = None) -> Grads:
         """All of them, those of the rows rounded."""
         rows = None if self.rows is None else rounded(self.rows, dtype, gain)
-        return Grads(rows, cols, *(x.to(self.pairs.dtype) for x in (self.scale, self.bias)))
+        like = self.pairs.rows.new_empty(0, dtype=self.pairs.dtype)
+        # Two tensors: an op's results may not share memory. What nobody wants is not written.
+        numbers = (like.new_empty(()) if x is None else x.to(like) for x in (self.scale, self.bias))
+        return Grads(rows, cols, *numbers)
+
+
+def _plus(total: Tensor | None, more: Tensor, share: float) -> Tensor:
+    """A sum so far and a share of something, exactly; of the first as it is."""
+    if total is None and share == 1.0:
+        return more
+    own = share * more.to(exact_dtype(more))
+    return own if total is None else total + own
 
 
 def _home(carry: Carry, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:

@@ -158,6 +158,24 @@ def weigh(
     return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
 
 
+def entropy(rows: Tensor, cols: Tensor, weight: Tensor | None, mean: bool) -> tuple[Tensor, Tensor]:
+    """The loss () of packed stats, and what a slot's is divided by; see `tilewise.entropy`."""
+    from tilewise.backends import fused_entropy
+
+    with torch.cuda.device_of(rows):
+        return fused_entropy.entropy(rows, cols, weight, mean)
+
+
+def pull_stats(
+    rows: Tensor, cols: Tensor, weight: Tensor | None, divisors: Tensor, upstream: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of packed stats."""
+    from tilewise.backends import fused_entropy
+
+    with torch.cuda.device_of(rows):
+        return fused_entropy.pull_stats(rows, cols, weight, divisors, upstream)
+
+
 def merge(total: Tensor, more: Tensor) -> Tensor:
     """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
     from tilewise.backends import products

@@ -59,7 +59,7 @@ class Backward:
         self.gains, self.into = gains, into
         self.ready = make_ready(pairs, plan.precision)
         self.head = torch.empty(kernels.HEAD_SIZE, device=pairs.rows.device)
-        self.flag = self.head.new_zeros(1)
+        self.flag = self.head.new_empty(1)
         # fp32 is split in two: its gradients are products of fp16.
         self.split = self.ready.rows.form == SPLIT.value
         self.dtype = torch.float16 if self.split else pairs.rows.dtype
@@ -77,7 +77,8 @@ class Backward:
             self.acc = make(pairs.columns.shape)
         self.acc_pointer = None if self.acc is None else self.acc.data_ptr()
         self.factors = (self.head[kernels.FACTOR.value],) * 2
-        self.scale, self.bias = self.head.new_zeros(2, dtype=exact_dtype(pairs.rows))
+        make = self.head.new_zeros if needs.scale or needs.bias else self.head.new_empty
+        self.scale, self.bias = make(2, dtype=exact_dtype(pairs.rows))
         self.kept = pairs.rows.new_empty(0)  # exponentials of the first rows, to become their dz
 
     # Panels and products
@@ -182,13 +183,28 @@ class Backward:
     def _finish(self) -> Grads:
         cols = None
         if self.acc is not None:
-            cols = narrow(self.acc, self._grad_dtype)
-            # Few, but for the first one none so large that it would overwrite itself.
-            for span in doubling(len(self.acc), 1 + SPARE_BYTES // (4 * self.pairs.shape[2])):
-                self._round(cols, span, self.acc[span], 1)
+            cols = self._narrowed(self.acc)
         sides = (cols, None) if self.pairs.symmetric else (self.rows, cols)
-        peak = self.head[kernels.PEAK.value]
-        return Grads(*sides, *((x * peak).to(self.pairs.dtype) for x in (self.scale, self.bias)))
+        wanted = zip((self.scale, self.bias), (self.needs.scale, self.needs.bias), strict=True)
+        peak, dtype = self.head[kernels.PEAK.value], self.pairs.dtype
+        return Grads(
+            *sides,
+            *((x * peak).to(dtype) if needed else x.new_empty((), dtype=dtype)
+              for x, needed in wanted),
+        )  # fmt: skip
+
+    def _narrowed(self, acc: Tensor) -> Tensor:
+        """The accumulator, rounded: in memory of its own where that is little, else in its own."""
+        dtype, whole = self._grad_dtype, slice(0, len(acc))
+        if acc.numel() * dtype.itemsize <= SPARE_BYTES and acc.dtype != dtype:
+            out = torch.empty_like(acc, dtype=dtype)
+            self._round(out, whole, acc, 1)
+            return out
+        out = narrow(acc, dtype)
+        # Few, but for the first one none so large that it would overwrite itself.
+        for span in doubling(len(acc), 1 + SPARE_BYTES // (4 * acc.shape[1])):
+            self._round(out, span, acc[span], 1)
+        return out
 
     def _launch(
         self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2, **options: Any

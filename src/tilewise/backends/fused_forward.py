@@ -250,8 +250,10 @@ class Forward:
     def _sums(self) -> None:
         """Panel after panel, small enough for the rows to stay in L2 while all columns pass by."""
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
-        self.totals = rows = self.head.new_zeros(n, dtype=torch.float64)
-        cols = rows if symmetric else rows.new_zeros(m if self.columns else 0)
+        # Of rows and columns, in one piece: small batches wait for every launch.
+        both = self.head.new_zeros(n + (m if self.columns else 0), dtype=torch.float64)
+        self.totals = rows = both[:n]
+        cols = rows if symmetric else both[n:]
         for panel in self._panels():
             tile, parts = panel.tile, self._parts(panel)
             self._sweep(panel, parts)

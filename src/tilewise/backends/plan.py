@@ -52,7 +52,7 @@ class Grads(NamedTuple):
 
     rows: Tensor | None  # (N, D)
     cols: Tensor | None  # (M, D); None too where the columns are the rows
-    scale: Tensor  # ()
+    scale: Tensor  # (), as the next of no meaning where not wanted
     bias: Tensor  # ()
 
 

@@ -10,13 +10,14 @@ from tilewise.losses.common import (
     aggregate,
     check_reduction,
     check_sides,
+    closes_at_once,
     cross_entropy,
     pick_scale,
     weight_or_none,
 )
 from tilewise.options import SweepOptions
 from tilewise.pairs import Both, check_fraction
-from tilewise.sweep import reduce_pairs
+from tilewise.sweep import contrast_pairs, reduce_pairs
 
 
 @together
@@ -61,6 +62,10 @@ def clip_loss(
     smoothing = check_fraction("label_smoothing", label_smoothing)
     weight = weight_or_none(weight, image.shape[0], like, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
+    plain = bias is None and labels is None and not (decoupled or smoothing)
+    if plain and closes_at_once(weight, reduction, how):
+        mean = reduction == "mean"
+        return contrast_pairs(image, text, scale, ids=ids, weight=weight, mean=mean, **how)
     swept = reduce_pairs(
         image, text, scale, bias, ids=ids, labels=labels, sums=smoothing > 0, **how
     )

@@ -55,6 +55,12 @@ def cross_entropy(
     return torch.where(stats.positive_count > 0, loss, 0.0)
 
 
+def closes_at_once(weight: Tensor | None, reduction: Reduction, how: SweepOptions) -> bool:
+    """Whether `contrast_pairs` will do: one number, of one rank, under constant weights."""
+    constant = weight is None or not weight.requires_grad
+    return constant and reduction != "none" and how.get("group") is None
+
+
 def aggregate(
     loss: Tensor,
     counts: Tensor,

@@ -16,6 +16,7 @@ from tilewise.losses.common import (
     check_given,
     check_reduction,
     check_sides,
+    closes_at_once,
     cross_entropy,
     pick_scale,
     weight_or_none,
@@ -34,7 +35,7 @@ from tilewise.pairs import (
     check_match,
 )
 from tilewise.reductions import INFINITY, Stats, log_add
-from tilewise.sweep import reduce_pairs
+from tilewise.sweep import contrast_pairs, reduce_pairs
 
 
 @together
@@ -84,6 +85,12 @@ def info_nce(
     weight = weight_or_none(weight, query.shape[0], like, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
     hard = _hard_negatives(query, key, negatives, ids, negative_ids, how)
+    plain = bias is None and labels is None and hard is None and not (decoupled or smoothing)
+    if plain and closes_at_once(weight, reduction, how):
+        return contrast_pairs(
+            query, key, scale, positives=positives, ids=ids, weight=weight,
+            mean=reduction == "mean", columns=False, **how,
+        )  # fmt: skip
     shift = None if bias is None else as_scalar("bias", bias, like)
     stats = reduce_pairs(
         query, key, scale, positives=positives, ids=ids, labels=labels,

@@ -11,13 +11,14 @@ from tilewise.losses.common import (
     aggregate,
     check_reduction,
     check_sides,
+    closes_at_once,
     cross_entropy,
     pick_scale,
     weight_or_none,
 )
 from tilewise.options import SweepOptions
 from tilewise.pairs import check_fraction, check_marks
-from tilewise.sweep import reduce_pairs
+from tilewise.sweep import contrast_pairs, reduce_pairs
 
 
 @together
@@ -64,16 +65,18 @@ def nt_xent(
         check_marks("ids", ids, (n,), ids if how.get("device") else like)
     if how.get("sizes") is not None:
         how = {**how, "sizes": [2 * size for size in how["sizes"]]}  # both views are columns
+    views = torch.cat([first, second])
+    scale = pick_scale(scale, temperature, 2.0, like)
+    others = torch.arange(2 * n, device=like.device).roll(n)
+    ids = None if ids is None else ids.repeat(2)
+    weight = None if weight is None else weight.repeat(2)
+    if not (decoupled or smoothing) and closes_at_once(weight, reduction, how):
+        return contrast_pairs(
+            views, None, scale, positives=others, ids=ids, skip_self=True, weight=weight,
+            mean=reduction == "mean", **how,
+        )  # fmt: skip
     swept = reduce_pairs(
-        torch.cat([first, second]),
-        None,
-        pick_scale(scale, temperature, 2.0, like),
-        positives=torch.arange(2 * n, device=like.device).roll(n),
-        ids=None if ids is None else ids.repeat(2),
-        skip_self=True,
-        sums=smoothing > 0,
-        **how,
+        views, None, scale, positives=others, ids=ids, skip_self=True, sums=smoothing > 0, **how
     )
     loss = cross_entropy(swept.rows, several=False, decoupled=decoupled, label_smoothing=smoothing)
-    weight = None if weight is None else weight.repeat(2)
     return aggregate(loss, swept.rows.positive_count > 0, weight, reduction, how.get("group"))
