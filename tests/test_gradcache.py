@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import tilewise as tw
 from tilewise import measure
+from tilewise.featurebuffers import Features
 
 D = 8  # features
 
@@ -40,7 +41,7 @@ class Tower(nn.Module):
         super().__init__()
         self.stem, self.head = nn.Linear(size, 12), nn.Linear(12, D)
         self.blocks = nn.ModuleList([Branch(12), Branch(12)])
-        self.patches_left, self.checkpointed = patches_left, checkpointed
+        self.patches_left, self.checkpointed, self.detach = patches_left, checkpointed, False
 
     def forward(self, x, offset=None):
         if self.training:
@@ -49,7 +50,8 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         x = x.mean(1)
-        return functional.normalize(self.head(x if offset is None else x + offset), dim=1)
+        x = functional.normalize(self.head(x if offset is None else x + offset), dim=1)
+        return x.detach() if self.detach else x
 
 
 def data(n=13, size=5, seed=0, dtype=torch.float64):
@@ -380,10 +382,41 @@ def test_later_steps_make_no_graph_to_look_at_and_see_what_is_frozen_or_freed():
     check((5, 3), (5, 3))
     check((4, 4), (4, 4))
     encoders[1].requires_grad_(False)
-    check((4, 4), (0, 8))  # run again for nothing, once
+    check((5, 3), (0, 4))
     check((4, 4), (0, 4))
     encoders[1].requires_grad_(True)
-    check((4, 4), (5, 3))
+    check((5, 3), (5, 3))
+    encoders[1].detach = True
+    check((4, 4), (0, 8))  # run again for nothing, once
+    check((4, 4), (0, 4))
+    for module in encoders:
+        module.requires_grad_(False)
+    parameters[0].requires_grad_(False)
+    with pytest.raises(tw.StepError, match="GradError: the loss must depend on something"):
+        step(*inputs)
+
+
+def test_features_that_are_remembered_from_the_first_pass_have_no_gradient():
+    """The plain program would train them: this must not pass in silence."""
+    tower, known = Tower(5).double().eval(), {}
+
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, x):
+            return known.setdefault(float(x.sum()), self.tower(x))
+
+    with pytest.raises(tw.StepError, match="does not require grad"):
+        tw.CachedStep(Remembers(), sup_con, micro_batch=4, keep=0)(data())
+
+
+def test_outputs_on_two_devices_are_compared_where_they_are():
+    features = Features(torch.device("cpu"), False, 1)
+    features.learns, features.shared = [True, True], [False, False]
+    probes = features.probe([torch.ones(2, 3), torch.ones(2, 3, device="meta")])
+    assert [x.product.device.type for x in probes] == ["cpu", "meta"]
 
 
 def test_only_the_loss_is_trained():
@@ -471,6 +504,7 @@ def test_grad_scaler_skips_an_overflow():
     scaler.update(1e38)
     before = [p.detach().clone() for p in parameters]
     optimizer.param_groups[0]["lr"] = 1.0
+    step.loss = lambda *features: 100 * loss(*features)
     assert step(*inputs).loss.isfinite()
     scaler.step(optimizer)
     scaler.update()

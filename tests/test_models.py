@@ -1,6 +1,7 @@
 """Models of other libraries as encoders of pairs: what goes in, comes out, is loaded again."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,19 +79,28 @@ def test_images_and_texts_become_unit_features():
     assert model.training
 
 
-@pytest.mark.parametrize("config", [json.loads(Path(TINY).read_text()), VIT], ids=["timm", "vit"])
-def test_open_clip_loads_what_is_exported(tmp_path, config):
+@pytest.mark.parametrize("kind", ["timm", "vit", "bert"])
+def test_open_clip_loads_what_is_exported(tmp_path, kind):
+    """Without what it was made of; and so do we, after the folder was moved, too."""
     import open_clip
 
+    config = VIT if kind == "vit" else json.loads(Path(TINY).read_text())
+    source = tmp_path / "text"
+    if kind == "bert":
+        names = dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), make_text_folder(source))
+        config["text_cfg"] = {**names, "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler",
+                              "context_length": 8}  # fmt: skip
     path = tmp_path / "model.json"
     path.write_text(json.dumps(config))
     torch.manual_seed(1)
     model = ImageText(str(path))
     model.export(tmp_path / "out")
+    shutil.rmtree(source, ignore_errors=True)
     theirs = open_clip.create_model(f"local-dir:{tmp_path / 'out'}").eval()
-    again = ImageText(str(tmp_path / "out"))
     inputs = batch_of(model, Emoji("style")).inputs
     tokens = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["smile", "a cat"])
+    (tmp_path / "out").rename(tmp_path / "moved")
+    again = ImageText(str(tmp_path / "moved"))
     with evaluating(model), evaluating(again), torch.no_grad():
         ours = model.images(inputs["image"])
         pixels = model.normalised(inputs["image"])
@@ -166,6 +176,9 @@ def test_patches_as_a_product_are_the_convolution(bias, layout):
     torch.testing.assert_close(found, expected)
     grads = torch.autograd.grad((found * weights).sum(), [x, *conv.parameters()])
     torch.testing.assert_close(grads, expected_grads)
+    torch.testing.assert_close(conv(x[0]), expected[0])
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        conv(x[:, :, :3])
 
 
 def test_only_convolutions_that_cut_pixels_are_products(tmp_path):

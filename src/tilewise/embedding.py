@@ -33,8 +33,9 @@ class Towers:
         self.modules = list({id(module): module for module in found}.values())
         # Of which not all that they train need be known.
         self.functions = {k for k, e in enumerate(encoders) if not isinstance(e, nn.Module)}
-        # Of which all outputs were trained when it was last seen: so it will be, or it is no harm.
+        # Modules that trained all their outputs when last seen, with the same parameters to train.
         self.trains_all: set[int] = set()
+        self.to_train: list[bool] = []
 
     def __len__(self) -> int:
         return len(self.encoders)
@@ -45,6 +46,9 @@ class Towers:
         self.parts = list({id(part): part for part in found}.values())
         owned = (p for module in self.modules for p in module.parameters())
         self.parameters = list({id(p): p for p in owned}.values())
+        before, self.to_train = self.to_train, [p.requires_grad for p in self.parameters]
+        if self.to_train != before:
+            self.trains_all.clear()
         self.known: list[list[Averager] | None] = [within(encoder) for encoder in self.encoders]
 
     @property
@@ -187,7 +191,7 @@ class Embedding:
             self.budget.settle(slot)
         if first:
             self.budget.reserve(sum(x.numel() * x.element_size() for x in features.buffers))
-        if asked and all(features.learns):
+        if asked and all(features.learns) and slot not in self.towers.functions:
             self.towers.trains_all.add(slot)
         part = Part(slot, len(self.parts), spans, dice, features.probe(tensors(out)))
         self.parts.append(part)

@@ -22,16 +22,19 @@ STATS = "Tensor rows, Tensor cols, Tensor? weight"
 
 
 @torch.library.custom_op(
-    "tilewise::entropy", mutates_args=(), schema=f"({STATS}, bool mean) -> (Tensor, Tensor)"
+    "tilewise::entropy",
+    mutates_args=(),
+    schema=f"({STATS}, bool mean, bool kernels) -> (Tensor, Tensor)",
 )
 @plain
 def entropy(*args: Any) -> tuple[Tensor, Tensor]:
     """Of packed stats (5, N) and (5, M), or (0,): the loss (), and what a slot's is divided by.
 
-    Differentiable in the stats; the weight (N,) is a constant, and of both sides.
+    Differentiable in the stats; the weight (N,) is a constant, and of both sides. With `kernels`
+    of the fused backend.
     """
-    rows, cols, weight, mean = args
-    if _is_fused(rows):
+    rows, cols, weight, mean, kernels = args
+    if kernels:
         return fused.entropy(rows, cols, _whole(weight), mean)
     losses, divisors = [], []
     sides = [side for side in (rows, cols) if side.dim() == 2]
@@ -44,10 +47,6 @@ def entropy(*args: Any) -> tuple[Tensor, Tensor]:
         divisors.append(len(sides) * torch.where(none, 1.0, total))
     divided = torch.stack(divisors)
     return (torch.stack(losses) / divided).sum().to(rows.dtype), divided
-
-
-def _is_fused(stats: Tensor) -> bool:
-    return stats.is_contiguous() and fused.refusal(stats.device, stats.dtype) is None
 
 
 def _whole(weight: Tensor | None) -> Tensor | None:
@@ -64,19 +63,19 @@ def _slots(stats: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @entropy.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    rows, cols, _, _ = args
+    rows, cols, *_ = args
     return rows.new_empty(()), rows.new_empty(1 + (cols.dim() == 2), dtype=exact_dtype(rows))
 
 
 @torch.library.custom_op(
     "tilewise::pull_stats",
     mutates_args=(),
-    schema=f"({STATS}, Tensor divisors, Tensor upstream) -> (Tensor, Tensor)",
+    schema=f"({STATS}, Tensor divisors, Tensor upstream, bool kernels) -> (Tensor, Tensor)",
 )
 @plain
 def _pull_stats(*args: Any) -> tuple[Tensor, Tensor]:
-    rows, cols, weight, divisors, upstream = args
-    if _is_fused(rows):
+    rows, cols, weight, divisors, upstream, kernels = args
+    if kernels:
         return fused.pull_stats(rows, cols, _whole(weight), divisors, upstream)
     found = [torch.zeros_like(side) for side in (rows, cols)]
     for out, side, divisor in zip(found, (rows, cols), divisors, strict=False):
@@ -95,7 +94,7 @@ _pull_stats.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, cols, weight, _ = inputs
+    rows, cols, weight, _, ctx.kernels = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(rows, cols, weight, output[1])
@@ -103,10 +102,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if upstream is None:
-        return None, None, None, None
+        return (None,) * 5
     rows, cols, *rest = ctx.saved_tensors
-    d_rows, d_cols = _pull_stats(rows, cols, *rest, upstream)
-    return d_rows, d_cols if cols.dim() == 2 else None, None, None
+    d_rows, d_cols = _pull_stats(rows, cols, *rest, upstream, ctx.kernels)
+    return d_rows, d_cols if cols.dim() == 2 else None, None, None, None
 
 
 entropy.register_autograd(_backward, setup_context=_save)

@@ -34,10 +34,11 @@ class Features:
         self.buffers: list[Tensor] = []
         self.shared: list[bool] = []
         self.learns: list[bool] = []  # whether an output has a gradient
+        self.assumed = False  # so, and not seen
         self.rows: list[int] = []
         self.grads: list[Tensor | None] = []
         self.unlike: list[Tensor] = []
-        self.ways: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.ways: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     @property
     def trained(self) -> bool:
@@ -75,6 +76,7 @@ class Features:
         # Of one sample (1,) is a row; FSDP2 makes such a thing of a scale.
         self.shared = [x.dim() == 0 or (x.shape == (1,) and samples > 1) for x in parts]
         # Without a graph nobody knows.
+        self.assumed = not graph
         self.learns = [x.requires_grad if graph else x.is_floating_point() for x in parts]
         self.buffers = [
             x.detach().clone() if shared else self._empty(math.ceil(len(x) * self.times), x)
@@ -137,7 +139,7 @@ class Features:
     def _probe(self, x: Tensor) -> Probe:
         rows = x.flatten(1) if x.dim() > 1 else x[:, None]
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        kind = rows.shape[1], rows.dtype
+        kind = rows.shape[1], rows.dtype, rows.device
         if kind not in self.ways:
             order = torch.arange(rows.shape[1], device=x.device, dtype=rows.dtype)
             self.ways[kind] = order.add_(1).cos_()

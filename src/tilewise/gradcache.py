@@ -251,7 +251,7 @@ class _Verdict:
         for group, owner in by_group.items():
             bad = groups.add_up(bad.to(owner.trained[0].device), group)
         self.loss, self.together = loss, bool(by_group)
-        self.bad = bad.to("cpu", non_blocking=True)
+        self.bad = bad.to("cpu", non_blocking=bad.is_cuda)
         self.found = torch.cuda.current_stream(bad.device).record_event() if bad.is_cuda else None
 
     def check(self) -> None:

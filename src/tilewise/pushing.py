@@ -143,7 +143,7 @@ class Pushing:
         for x, span, grad in zip(outputs, part.spans, features.grads, strict=True):
             if grad is None and x.requires_grad and self.owners[part.slot]:
                 roots.append((x, torch.zeros_like(x)))
-            elif grad is not None and not x.requires_grad:
+            elif grad is not None and features.assumed and not x.requires_grad:
                 # It was taken to be trained, and is no longer: next time it is looked at.
                 self.towers.trains_all.discard(part.slot)
             elif grad is not None and (span is not None or last):

@@ -149,7 +149,8 @@ def _no_gradients(pairs: Pairs, needs: Needs, into: Tensor | None) -> Grads:
     like = pairs.rows.new_zeros((), dtype=pairs.dtype)
     rows, cols = (like.new_zeros(size, d) if wanted else None
                   for size, wanted in ((n, needs.rows), (m, needs.cols)))  # fmt: skip
-    return Grads(rows if into is None else into, cols, like, like)
+    # Two tensors: an op's results may not share memory.
+    return Grads(rows if into is None else into, cols, like, like.clone())
 
 
 def is_common(upstream: Tensor, plan: Plan) -> bool:

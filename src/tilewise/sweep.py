@@ -23,6 +23,7 @@ from tilewise.pairs import (
     make_pairs,
 )
 from tilewise.reductions import Stats
+from tilewise.rounds import backend_of
 from tilewise.tiles import padded
 
 
@@ -124,7 +125,9 @@ def contrast_pairs(
         device=how.get("device"),
     )  # fmt: skip
     plan = _with_keep(make_plan(how, "logsumexp", columns, False), how, pairs)
-    value: Tensor = entropy(*_log_sums(pairs, plan), weight, mean)[0]
+    plan = with_group(plan, how, pairs)
+    kernels = backend_of(pairs, plan) is fused
+    value: Tensor = entropy(*_log_sums(pairs, plan), weight, mean, kernels)[0]
     return value
 
 

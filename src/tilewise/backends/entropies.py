@@ -43,7 +43,7 @@ def losses(rows, cols, weight, sums, N, M, BLOCK: tl.constexpr):
     odds, has = _slots(stats, at, size)
     share = tl.where(has, 1.0, 0.0).to(tl.float64)
     if weight is not None:
-        share *= tl.load(weight + at, at < size, other=0.0).to(tl.float64)
+        share = tl.where(has, tl.load(weight + at, at < size, other=0.0), 0.0).to(tl.float64)
     loss = tl.where(has, _softplus(odds) * share, 0.0)
     out = sums + 2 * side * tl.num_programs(0) + block
     tl.store(out, tl.sum(loss, 0))

@@ -14,6 +14,7 @@ from tilewise.losses.common import (
     cross_entropy,
     pick_scale,
     weight_or_none,
+    with_no_pull,
 )
 from tilewise.options import SweepOptions
 from tilewise.pairs import Both, check_fraction
@@ -62,10 +63,11 @@ def clip_loss(
     smoothing = check_fraction("label_smoothing", label_smoothing)
     weight = weight_or_none(weight, image.shape[0], like, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
-    plain = bias is None and labels is None and not (decoupled or smoothing)
+    plain = labels is None and not (decoupled or smoothing)
     if plain and closes_at_once(weight, reduction, how):
         mean = reduction == "mean"
-        return contrast_pairs(image, text, scale, ids=ids, weight=weight, mean=mean, **how)
+        loss = contrast_pairs(image, text, scale, ids=ids, weight=weight, mean=mean, **how)
+        return with_no_pull(loss, bias, like)
     swept = reduce_pairs(
         image, text, scale, bias, ids=ids, labels=labels, sums=smoothing > 0, **how
     )

@@ -61,6 +61,11 @@ def closes_at_once(weight: Tensor | None, reduction: Reduction, how: SweepOption
     return constant and reduction != "none" and how.get("group") is None
 
 
+def with_no_pull(loss: Tensor, bias: Scalar | None, like: Tensor) -> Tensor:
+    """A loss that a bias, added to all logits alike, does not change: its gradient is 0."""
+    return loss if bias is None else loss + 0 * as_scalar("bias", bias, like).to(loss.dtype)
+
+
 def aggregate(
     loss: Tensor,
     counts: Tensor,

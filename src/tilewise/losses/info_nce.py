@@ -20,6 +20,7 @@ from tilewise.losses.common import (
     cross_entropy,
     pick_scale,
     weight_or_none,
+    with_no_pull,
 )
 from tilewise.options import SweepOptions
 from tilewise.pairs import (
@@ -85,12 +86,13 @@ def info_nce(
     weight = weight_or_none(weight, query.shape[0], like, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
     hard = _hard_negatives(query, key, negatives, ids, negative_ids, how)
-    plain = bias is None and labels is None and hard is None and not (decoupled or smoothing)
+    plain = labels is None and hard is None and not (decoupled or smoothing)
     if plain and closes_at_once(weight, reduction, how):
-        return contrast_pairs(
+        loss = contrast_pairs(
             query, key, scale, positives=positives, ids=ids, weight=weight,
             mean=reduction == "mean", columns=False, **how,
         )  # fmt: skip
+        return with_no_pull(loss, bias, like)
     shift = None if bias is None else as_scalar("bias", bias, like)
     stats = reduce_pairs(
         query, key, scale, positives=positives, ids=ids, labels=labels,

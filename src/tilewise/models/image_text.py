@@ -44,16 +44,16 @@ class ImageText(PairModel):
         open_clip = need("open_clip")
         self.name, self.options = name, options
         self.config, preprocess = find_config(name)
-        known = _registered(self.config)
+        known, folder = _registered(self.config), Path(name)
+        if not pretrained and (folder / WEIGHTS).is_file():
+            pretrained = str(folder / WEIGHTS)
+            options = {"pretrained_text": False, **options}  # all of it is there
         with _quiet():
             self.net = open_clip.create_model(known, force_preprocess_cfg=preprocess, **options)
         multiply_patches(self.net)
         self.tokenizer = open_clip.get_tokenizer(
             known, context_length=options.get("force_context_length")
         )
-        folder = Path(name)
-        if not pretrained and (folder / WEIGHTS).is_file():
-            pretrained = str(folder / WEIGHTS)
         loaded = load_weights(self.net, Path(pretrained)) if pretrained else set()
         self.brings_scale = "logit_scale" in loaded
         size = self.net.visual.image_size
@@ -198,7 +198,12 @@ class ImageText(PairModel):
             for name, each in weights.items()
         }
         save.save_file(weights, folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps(self._export_config(), indent=2))
+        config = self._export_config()
+        if "hf_model_name" in config["model_cfg"]["text_cfg"]:
+            # open_clip asks transformers for the shape of the tower: here, from now on.
+            self.net.text.config.save_pretrained(folder)
+            _name_text_tower(config["model_cfg"], folder.resolve())
+        (folder / CONFIG).write_text(json.dumps(config, indent=2))
         if hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(str(folder))
 
@@ -232,7 +237,10 @@ def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for file in (path / CONFIG, path, CONFIGS / f"{name}.json"):
         if file.is_file() and file.suffix == ".json":
             read: dict[str, Any] = json.loads(file.read_text())
-            return dict(read.get("model_cfg", read)), dict(read.get("preprocess_cfg", {}))
+            config = dict(read.get("model_cfg", read))
+            if file.name == CONFIG and (path / "config.json").is_file():
+                _name_text_tower(config, path)  # it may have been moved
+            return config, dict(read.get("preprocess_cfg", {}))
     found = open_clip.get_model_config(name)
     if found is None:
         names = [*open_clip.list_models(), *(each.stem for each in CONFIGS.glob("*.json"))]
@@ -242,6 +250,11 @@ def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             f"near it: {near}"
         )
     return dict(found), {}
+
+
+def _name_text_tower(config: dict[str, Any], folder: Path) -> None:
+    """Let the text tower of Hugging Face be the one that a folder tells of."""
+    config["text_cfg"].update(hf_model_name=str(folder), hf_tokenizer_name=str(folder))
 
 
 def _registered(config: dict[str, Any]) -> str:

@@ -13,7 +13,9 @@ class Patches(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Of whole patches; what is left at the right and below is dropped, as by a convolution."""
         (height, width), weight = self.kernel_size, self.weight.flatten(1)
-        down, across = input.shape[2] // height, input.shape[3] // width
+        down, across = input.shape[-2] // height, input.shape[-1] // width
+        if input.dim() != 4 or not (down and across):
+            return super().forward(input)
         whole = input[:, :, : down * height, : across * width]
         cut = whole.unflatten(3, (across, width)).unflatten(2, (down, height))
         rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (n, h, w, numbers of a patch)

@@ -274,7 +274,8 @@ class Trainer:
             path = self.folder / "recall.png"
             plots.plot_curves(path, recalls, title="recall", ylabel="share of queries")
         save_metrics(self.folder / "metrics.json", metrics)
-        screen.say(metrics_table(metrics))
+        if metrics:
+            screen.say(metrics_table(metrics))
         if self.batches.bad:
             screen.say(f"damaged samples that others stood in for: {dict(self.batches.bad)}")
         screen.say(f"saved to {self.folder}: checkpoints, metrics.json, metrics.jsonl, *.png")
