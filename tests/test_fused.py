@@ -617,6 +617,19 @@ def test_a_budget_that_is_none(loss, keep_mib):
         loss(unit(4, 8).half(), unit(4, 8).half(), keep_mib=keep_mib)
 
 
+@pytest.mark.parametrize("positives", ["aligned", torch.arange(40) % 20])
+def test_the_scale_where_there_are_more_rows_than_columns(positives):
+    """Aligned, the rows past the last column have no positive; by index all of them have."""
+    a, b = unit(40, 32).half(), unit(20, 32).half()
+    found = []
+    for backend in ("dense", "fused"):
+        scale = torch.tensor(5.0, requires_grad=True)
+        a, b = (x.detach().requires_grad_() for x in (a, b))
+        tw.info_nce(a, b, scale, positives=positives, backend=backend).backward()
+        found.append(scale.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=0)
+
+
 @pytest.mark.usefixtures("keeping")
 def test_an_odd_number_of_columns_is_kept():
     """What pads the rows is written too: an op gives the same outputs every time."""

@@ -350,22 +350,26 @@ class Backward:
     def _add_to_scale(self, tile: Tile, parts: Tensor) -> None:
         """Sums (column tiles, n) of dz times the products of features."""
         diagonal = self.pairs.symmetric and tile.row_start == tile.col_start
-        share = self.inverse * (0.5 if diagonal else 1.0)
-        self.scale += parts.sum(0).to(self.scale.dtype).sum() * share
+        found = parts.sum(dtype=self.scale.dtype)
+        if isinstance(self.inverse, Tensor):
+            found *= self.inverse
+        self.scale.add_(found, alpha=0.5 if diagonal else 1.0)
 
     def _add_positives_to_scale(self, at_positive: Tensor) -> None:
         """What the positives' dz adds to the scale's gradient, outside of the tiles."""
         (n, m, _), index = self.pairs.shape, self.ready.marks[0]
         norm, dot = self.head.new_empty(2, n)
         self.ready.measure(norm, dot)
-        some = torch.arange(n, device=index.device) < m
+        pull = at_positive.double() * dot
         if self.pairs.positives is not None:
             some = (index >= 0) & (index < m)
             if self.pairs.skip_self:
                 some &= index != torch.arange(n, device=index.device)
+            pull = torch.where(some, pull, 0.0)
+        else:
+            pull = pull[:m]  # aligned
         # A symmetric pair stands twice among the rows, with the weight of both its ends each time.
-        share = 0.5 if self.pairs.symmetric else 1.0
-        self.scale += share * torch.where(some, at_positive.double() * dot, 0.0).sum()
+        self.scale.add_(pull.sum(), alpha=0.5 if self.pairs.symmetric else 1.0)
 
 
 class Means(Backward):
