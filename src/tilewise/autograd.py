@@ -141,24 +141,26 @@ def _gradients(
     pairs: Pairs, plan: Plan, swept: Swept, rest: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     upstream, needs = rest[:2], Needs(*rest[2:])
-    return _rounded(pairs, hosted.differentiate(pairs, plan, swept, upstream, needs))
+    return _rounded(pairs, hosted.differentiate(pairs, plan, swept, upstream, needs), needs)
 
 
-def _rounded(pairs: Pairs, grads: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _rounded(pairs: Pairs, grads: Grads, needs: Needs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Features' gradients in the features' dtype; an op returns tensors, so (0,) for None."""
     rows, cols = (
         pairs.rows.new_empty(0) if d is None else d.to(pairs.rows.dtype) for d in grads[:2]
     )
-    return rows, cols, grads.scale, grads.bias
+    none = pairs.scale.new_empty(0, dtype=pairs.dtype)
+    scale = grads.scale if needs.scale else none
+    return rows, cols, scale, grads.bias if needs.bias else torch.empty_like(none)
 
 
 def _fake_grads(pairs: Pairs, needs: Needs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scalar = pairs.scale.new_empty((), dtype=pairs.dtype)
+    none = pairs.scale.new_empty(0, dtype=pairs.dtype)
     return (
         pairs.rows.new_empty(pairs.rows.shape if needs.rows else 0),
         pairs.columns.new_empty(pairs.columns.shape if needs.cols else 0),
-        scalar,
-        torch.empty_like(scalar),
+        none.new_empty(() if needs.scale else 0),
+        none.new_empty(() if needs.bias else 0),
     )
 
 
@@ -331,7 +333,8 @@ def weigh(*args: Any) -> tuple[Tensor, ...]:
     """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
     pairs, plan, (weight, *needs) = _checked(args)
     value, scaled = hosted.weigh(pairs, plan, weight, Needs(*needs))
-    return value, *_rounded(pairs, scaled.grads), scaled.row_gain, scaled.col_gain
+    grads = _rounded(pairs, scaled.grads, Needs(*needs))
+    return value, *grads, scaled.row_gain, scaled.col_gain
 
 
 @weigh.register_fake
