@@ -91,6 +91,16 @@ def test_value_and_gradients(close, dtype, mean, weights, columns):
         torch.testing.assert_close(got.double(), wanted, rtol=tiny, atol=1e-40)
 
 
+def test_stats_with_gaps_between_slots(close, dtype):
+    rows = stats_of(9, dtype).detach()
+    spread = rows.t().contiguous().t()
+    found = [x.requires_grad_() for x in (rows, spread)]
+    values = [close(x, torch.empty(0, dtype=dtype), None, True) for x in found]
+    assert values[0] == values[1]
+    grads = [torch.autograd.grad(v, x)[0] for v, x in zip(values, found, strict=True)]
+    assert torch.equal(*grads)
+
+
 def test_nobody_counts(close, dtype):
     """A mean over nothing is 0, with gradients of 0."""
     rows = stats_of(9, dtype, every=1)

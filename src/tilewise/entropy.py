@@ -35,7 +35,7 @@ def entropy(*args: Any) -> tuple[Tensor, Tensor]:
     """
     rows, cols, weight, mean, kernels = args
     if kernels:
-        return fused.entropy(rows, cols, _whole(weight), mean)
+        return fused.entropy(rows.contiguous(), cols.contiguous(), _whole(weight), mean)
     losses, divisors = [], []
     sides = [side for side in (rows, cols) if side.dim() == 2]
     for side in sides:
@@ -76,6 +76,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 def _pull_stats(*args: Any) -> tuple[Tensor, Tensor]:
     rows, cols, weight, divisors, upstream, kernels = args
     if kernels:
+        rows, cols = rows.contiguous(), cols.contiguous()
         return fused.pull_stats(rows, cols, _whole(weight), divisors, upstream)
     found = [torch.zeros_like(side) for side in (rows, cols)]
     for out, side, divisor in zip(found, (rows, cols), divisors, strict=False):
