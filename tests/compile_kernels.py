@@ -104,8 +104,8 @@ VECTORS = {
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
     "losses": {},
     "losses-plain": {"weight": None},
-    "average": {"MEAN": True, "SIDES": 2, "WEIGHTED": False},
-    "average-weighted": {"MEAN": True, "SIDES": 1, "WEIGHTED": True},
+    "average": {"MEAN": True, "SIDES": 2, "GIVEN": False},
+    "average-given": {"MEAN": True, "SIDES": 1, "GIVEN": True},
     "pull": {},
     "pull-plain": {"weight": None},
 }  # fmt: skip
@@ -114,7 +114,7 @@ FLOATS = """x other norm other_norm dot row_norm col_norm scale part found row_s
     gain a b weight upstream"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "sums": "*fp64", "divisors": "*fp64",
-    "index": "*i32",
+    "totals": "*fp64",     "index": "*i32",
 }  # fmt: skip
 # What kernels see of features: fp32 is split into fp16; fp8 is a copy of half-precision features.
 SCORES = {torch.float32: torch.float16}

@@ -698,3 +698,16 @@ def test_stats_of_two_visits_are_merged(k):
     for total, more in ((a.clone(), b.clone()), (a.t().clone().t(), b.t().clone().t())):
         assert fused.merge(total, more) is total
         torch.testing.assert_close(total, truth, equal_nan=True, rtol=3e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clip", "info_nce", "siglip", "nt_xent"])
+def test_compile_fullgraph(name):
+    """Nothing outside of the ops may look at what is installed."""
+    a, b = (unit(40, 16).half().requires_grad_() for _ in range(2))
+    s, c = torch.tensor(5.0, requires_grad=True), torch.tensor(-1.0, requires_grad=True)
+    compiled = torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager")
+    plain = LOSSES[name](a, b, s, c)
+    loss = compiled(a, b, s, c)
+    assert torch.equal(loss, plain)
+    for x, y in zip(*(torch.autograd.grad(v, [a, b, s]) for v in (loss, plain)), strict=True):
+        assert torch.equal(x, y)

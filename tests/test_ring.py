@@ -735,6 +735,33 @@ def fused_in_turn(rank):
     return found, more.detach(), torch.autograd.grad(more, [a, b])
 
 
+def alone_and_not(_, backend):
+    """The same losses without a group and with one that nobody else is in."""
+    if backend == "fused":
+        os.environ["TRITON_INTERPRET"] = "1"
+        fused.INTERPRETED = True
+    weight, found = torch.rand(300, generator=torch.Generator().manual_seed(1)), []
+    for how in ({}, {"weight": weight}, {"weight": weight, "reduction": "sum"}):
+        for loss in (tw.clip_loss, tw.info_nce, tw.nt_xent):
+            for group in (None, dist.group.WORLD):
+                a, b = (x.requires_grad_() for x in features(300, 16, torch.float16))
+                value = loss(a, b, 5.0, backend=backend, group=group, **how)
+                found.append([value.detach(), *torch.autograd.grad(value, [a, b])])
+    return found
+
+
+@pytest.mark.parametrize("backend", ["chunked", "fused"])
+def test_a_group_of_one_is_no_group(backend):
+    if backend == "fused":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("test_gpu.py does this")
+    (found,) = run(alone_and_not, 1, backend)
+    for alone, together in zip(found[::2], found[1::2], strict=True):
+        for x, y in zip(alone, together, strict=True):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here, where test_gpu.py runs the kernels"
 )

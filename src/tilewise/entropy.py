@@ -5,15 +5,18 @@ The plain program it replaces, for each side, rows and columns:
     loss = where(count > 0, softplus(values - positives), 0) * weight
     loss.sum() / (weight * (count > 0)).sum()        # or the sum alone
 
-and then the mean of the sides.
+and then the mean of the sides. With a group of W ranks the divisor is that of all ranks, over W:
+what DDP, which averages over ranks, makes the whole of.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewise import groups
 from tilewise.autograd import no_second_derivative, plain, save_nothing
 from tilewise.backends import fused
 from tilewise.pairs import exact_dtype
@@ -24,29 +27,35 @@ STATS = "Tensor rows, Tensor cols, Tensor? weight"
 @torch.library.custom_op(
     "tilewise::entropy",
     mutates_args=(),
-    schema=f"({STATS}, bool mean, bool kernels) -> (Tensor, Tensor)",
+    schema=f"({STATS}, bool mean, str backend, str group) -> (Tensor, Tensor)",
 )
 @plain
 def entropy(*args: Any) -> tuple[Tensor, Tensor]:
     """Of packed stats (5, N) and (5, M), or (0,): the loss (), and what a slot's is divided by.
 
-    Differentiable in the stats; the weight (N,) is a constant, and of both sides. With `kernels`
-    of the fused backend.
+    Differentiable in the stats; the weight (N,) is a constant, and of both sides.
     """
-    rows, cols, weight, mean, kernels = args
-    if kernels:
-        return fused.entropy(rows.contiguous(), cols.contiguous(), _whole(weight), mean)
-    losses, divisors = [], []
-    sides = [side for side in (rows, cols) if side.dim() == 2]
-    for side in sides:
-        odds, share = _slots(side, weight)
-        # Past the threshold softplus is its argument, in float64 too.
-        losses.append((functional.softplus(odds, threshold=40.0) * share).sum())
-        total = share.sum() if mean else losses[-1].new_ones(())
-        none = total == 0 if weight is not None else total < 1
-        divisors.append(len(sides) * torch.where(none, 1.0, total))
-    divided = torch.stack(divisors)
-    return (torch.stack(losses) / divided).sum().to(rows.dtype), divided
+    rows, cols, weight, mean, backend, name = args
+    group = groups.find(name) if name else None
+    world, add_up = groups.world_size(group), functools.partial(groups.add_up, group=group)
+    if _has_kernels(rows, backend):
+        rows, cols = rows.contiguous(), cols.contiguous()
+        return fused.entropy(
+            rows, cols, _whole(weight), mean, world, add_up if group is not None else None
+        )
+    sides = [_slots(side, weight) for side in (rows, cols) if side.dim() == 2]
+    # Past the threshold softplus is its argument, in float64 too.
+    losses = [(functional.softplus(odds, threshold=40.0) * share).sum() for odds, share in sides]
+    divisors = torch.full_like(torch.stack(losses), len(sides) / world)
+    if mean:
+        totals = add_up(torch.stack([share.sum() for _, share in sides]))
+        divisors *= torch.where(totals == 0, 1.0, totals)
+    return (torch.stack(losses) / divisors).sum().to(rows.dtype), divisors
+
+
+def _has_kernels(stats: Tensor, backend: str) -> bool:
+    """Decided in the op: torch.compile cannot look at what is installed."""
+    return backend in ("auto", "fused") and fused.refusal(stats.device, stats.dtype) is None
 
 
 def _whole(weight: Tensor | None) -> Tensor | None:
@@ -70,12 +79,12 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "tilewise::pull_stats",
     mutates_args=(),
-    schema=f"({STATS}, Tensor divisors, Tensor upstream, bool kernels) -> (Tensor, Tensor)",
+    schema=f"({STATS}, Tensor divisors, Tensor upstream, str backend) -> (Tensor, Tensor)",
 )
 @plain
 def _pull_stats(*args: Any) -> tuple[Tensor, Tensor]:
-    rows, cols, weight, divisors, upstream, kernels = args
-    if kernels:
+    rows, cols, weight, divisors, upstream, backend = args
+    if _has_kernels(rows, backend):
         rows, cols = rows.contiguous(), cols.contiguous()
         return fused.pull_stats(rows, cols, _whole(weight), divisors, upstream)
     found = [torch.zeros_like(side) for side in (rows, cols)]
@@ -95,7 +104,7 @@ _pull_stats.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, cols, weight, _, ctx.kernels = inputs
+    rows, cols, weight, _, ctx.backend, _ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(rows, cols, weight, output[1])
@@ -103,10 +112,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if upstream is None:
-        return (None,) * 5
+        return (None,) * 6
     rows, cols, *rest = ctx.saved_tensors
-    d_rows, d_cols = _pull_stats(rows, cols, *rest, upstream, ctx.kernels)
-    return d_rows, d_cols if cols.dim() == 2 else None, None, None, None
+    d_rows, d_cols = _pull_stats(rows, cols, *rest, upstream, ctx.backend)
+    return d_rows, d_cols if cols.dim() == 2 else None, *(None,) * 4
 
 
 entropy.register_autograd(_backward, setup_context=_save)

@@ -23,7 +23,6 @@ from tilewise.pairs import (
     make_pairs,
 )
 from tilewise.reductions import Stats
-from tilewise.rounds import backend_of
 from tilewise.tiles import padded
 
 
@@ -118,16 +117,15 @@ def contrast_pairs(
     """The mean (or sum) over rows of -log softmax of their positive, of columns too; half each.
 
     Of the stats of `reduce_pairs`, `softplus(values - positives)` under constant weights (N,), in
-    three kernels instead of fifty: small batches wait for every one. Without a group.
+    three kernels instead of fifty: small batches wait for every one.
     """
     pairs = make_pairs(
         rows, cols, (scale, None), positives=positives, ids=ids, labels=None, skip_self=skip_self,
-        device=how.get("device"),
+        empty=how.get("group") is not None, device=how.get("device"),
     )  # fmt: skip
     plan = _with_keep(make_plan(how, "logsumexp", columns, False), how, pairs)
     plan = with_group(plan, how, pairs)
-    kernels = backend_of(pairs, plan) is fused
-    value: Tensor = entropy(*_log_sums(pairs, plan), weight, mean, kernels)[0]
+    value: Tensor = entropy(*_log_sums(pairs, plan), weight, mean, plan.backend, plan.group)[0]
     return value
 
 

@@ -51,9 +51,12 @@ def losses(rows, cols, weight, sums, N, M, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def average(sums, out, divisors, blocks, MEAN: tl.constexpr, SIDES: tl.constexpr,
-            WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The loss, the mean of the sides', and what a slot's loss is divided by (sides,)."""
+def average(sums, totals, out, divisors, blocks, world, GIVEN: tl.constexpr, MEAN: tl.constexpr,
+            SIDES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The loss, the mean of the sides', and what a slot's loss is divided by (sides,).
+
+    `totals` (sides,): how many slots count, written unless it is given, of all ranks of a world.
+    """
     value = tl.zeros((1,), tl.float64)
     for side in tl.static_range(SIDES):
         loss, share = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
@@ -62,12 +65,15 @@ def average(sums, out, divisors, blocks, MEAN: tl.constexpr, SIDES: tl.constexpr
             there = sums + 2 * side * blocks + at
             loss += tl.load(there, at < blocks, other=0.0)
             share += tl.load(there + blocks, at < blocks, other=0.0)
-        divisor = tl.zeros((1,), tl.float64) + SIDES
+        divisor = tl.full((1,), SIDES, tl.float64) / world
         if MEAN:
             total = tl.sum(share, 0)
+            if GIVEN:
+                total = tl.load(totals + side)
+            else:
+                tl.store(totals + side, total)
             # Without a slot that counts the loss is 0.
-            none = total == 0.0 if WEIGHTED else total < 1.0
-            divisor *= tl.where(none, 1.0, total)
+            divisor *= tl.where(total == 0.0, 1.0, total)
         value += tl.sum(loss, 0) / divisor
         tl.store(divisors + side + tl.arange(0, 1), divisor)
     tl.store(out + tl.arange(0, 1), value.to(tl.float32))

@@ -158,12 +158,12 @@ def weigh(
     return (weight * (values + poison(pairs)[0])).sum(), Scaled(grads, *gains)
 
 
-def entropy(rows: Tensor, cols: Tensor, weight: Tensor | None, mean: bool) -> tuple[Tensor, Tensor]:
-    """The loss () of packed stats, and what a slot's is divided by; see `tilewise.entropy`."""
+def entropy(rows: Tensor, cols: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """The loss () of packed stats, and what a slot's is divided by; see `fused_entropy`."""
     from tilewise.backends import fused_entropy
 
     with torch.cuda.device_of(rows):
-        return fused_entropy.entropy(rows, cols, weight, mean)
+        return fused_entropy.entropy(rows, cols, *args)
 
 
 def pull_stats(

@@ -8,6 +8,7 @@ from tilewise.errors import ShapeError
 from tilewise.losses.common import (
     Reduction,
     aggregate,
+    bias_or_none,
     check_reduction,
     check_sides,
     closes_at_once,
@@ -63,11 +64,12 @@ def clip_loss(
     smoothing = check_fraction("label_smoothing", label_smoothing)
     weight = weight_or_none(weight, image.shape[0], like, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
+    bias = bias_or_none(bias, like)
     plain = labels is None and not (decoupled or smoothing)
-    if plain and closes_at_once(weight, reduction, how):
+    if plain and closes_at_once(weight, reduction):
         mean = reduction == "mean"
         loss = contrast_pairs(image, text, scale, ids=ids, weight=weight, mean=mean, **how)
-        return with_no_pull(loss, bias, like)
+        return with_no_pull(loss, bias)
     swept = reduce_pairs(
         image, text, scale, bias, ids=ids, labels=labels, sums=smoothing > 0, **how
     )

@@ -55,15 +55,19 @@ def cross_entropy(
     return torch.where(stats.positive_count > 0, loss, 0.0)
 
 
-def closes_at_once(weight: Tensor | None, reduction: Reduction, how: SweepOptions) -> bool:
-    """Whether `contrast_pairs` will do: one number, of one rank, under constant weights."""
-    constant = weight is None or not weight.requires_grad
-    return constant and reduction != "none" and how.get("group") is None
+def closes_at_once(weight: Tensor | None, reduction: Reduction) -> bool:
+    """Whether `contrast_pairs` will do: one number, under constant weights."""
+    return reduction != "none" and (weight is None or not weight.requires_grad)
 
 
-def with_no_pull(loss: Tensor, bias: Scalar | None, like: Tensor) -> Tensor:
+def bias_or_none(bias: Scalar | None, like: Tensor) -> Tensor | None:
+    """A checked bias, if there is one."""
+    return None if bias is None else as_scalar("bias", bias, like)
+
+
+def with_no_pull(loss: Tensor, bias: Tensor | None) -> Tensor:
     """A loss that a bias, added to all logits alike, does not change: its gradient is 0."""
-    return loss if bias is None else loss + 0 * as_scalar("bias", bias, like).to(loss.dtype)
+    return loss if bias is None else loss + 0 * bias.to(loss.dtype)
 
 
 def aggregate(

@@ -13,6 +13,7 @@ from tilewise.losses.common import (
     Reduction,
     Scalar,
     aggregate,
+    bias_or_none,
     check_given,
     check_reduction,
     check_sides,
@@ -86,14 +87,14 @@ def info_nce(
     weight = weight_or_none(weight, query.shape[0], like, how.get("group"))
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
     hard = _hard_negatives(query, key, negatives, ids, negative_ids, how)
+    shift = bias_or_none(bias, like)
     plain = labels is None and hard is None and not (decoupled or smoothing)
-    if plain and closes_at_once(weight, reduction, how):
+    if plain and closes_at_once(weight, reduction):
         loss = contrast_pairs(
             query, key, scale, positives=positives, ids=ids, weight=weight,
             mean=reduction == "mean", columns=False, **how,
         )  # fmt: skip
-        return with_no_pull(loss, bias, like)
-    shift = None if bias is None else as_scalar("bias", bias, like)
+        return with_no_pull(loss, shift)
     stats = reduce_pairs(
         query, key, scale, positives=positives, ids=ids, labels=labels,
         columns=False, sums=smoothing > 0, **how,

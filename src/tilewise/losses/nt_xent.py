@@ -70,7 +70,7 @@ def nt_xent(
     others = torch.arange(2 * n, device=like.device).roll(n)
     ids = None if ids is None else ids.repeat(2)
     weight = None if weight is None else weight.repeat(2)
-    if not (decoupled or smoothing) and closes_at_once(weight, reduction, how):
+    if not (decoupled or smoothing) and closes_at_once(weight, reduction):
         return contrast_pairs(
             views, None, scale, positives=others, ids=ids, skip_self=True, weight=weight,
             mean=reduction == "mean", **how,
