@@ -78,28 +78,27 @@ VARIANTS = {
     ),
 }  # fmt: skip
 VECTORS = {
-    "measure": {"KIND": INDEX, "BLOCK": 32, "TD": 64},
-    "begin": {"BLOCK": 1024},
+    "measure": {"KIND": INDEX, "BLOCK": 16, "TD": 128},
+    "begin": {"BLOCK": 8192},
     "scaled": {"ADD": True, "BLOCK": 2048},
     "merge": {"K": 7, "BLOCK": 256},
-    "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "COLS": False, "LAST": True,
-               "PARTS": 64, "BLOCK": 32},
+    "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "ROWS": 2, "COLS": 3, "PARTS": 64,
+               "BLOCK": 32},
     "finish_marked": {
-        "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "COLS": True, "SUMS": True,
-        "ON_FLAG": True,
+        "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "SUMS": True, "ON_FLAG": True,
     },
     "largest": {"BLOCK": 16, "TD": 64},
     "store_units": {"TOP": 14, "BLOCK": 1024},
     "convert": {"WIDTH": 8, "FORM": 0, "COLS": True, "BLOCK": 16, "TD": 64},
     "convert-split": {"WIDTH": 8, "FORM": 1, "COLS": True, "BLOCK": 16, "TD": 64},
     "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
-    "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096},
+    "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 8192},
     "measure-plain": {
-        "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 32, "TD": 64,
+        "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 16, "TD": 128,
     },
-    "begin-plain": {"units": None, "BLOCK": 1024},
+    "begin-plain": {"units": None, "BLOCK": 8192},
     "survey-plain": {
-        "units": None, "MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 4096,
+        "units": None, "MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 8192,
     },
     "gains": {"KIND": INDEX, "SUMS": True, "COLUMNS": True, "FIXED": True},
     "losses": {},
@@ -111,10 +110,11 @@ VECTORS = {
 }  # fmt: skip
 FLOATS = """x other norm other_norm dot row_norm col_norm scale part found row_stats d_rows d_cols
     col_stats stats d other_d vectors at_positive head out rows cols unit units flag memo factor
-    gain a b weight upstream"""
+    gain a b weight upstream row_part col_part row_out col_out row_found col_found row_vectors
+    col_vectors"""
 POINTERS_OF_VECTORS = {
-    **dict.fromkeys(FLOATS.split(), "*fp32"), "more": "*fp64", "sums": "*fp64", "divisors": "*fp64",
-    "totals": "*fp64",     "index": "*i32",
+    **dict.fromkeys(FLOATS.split(), "*fp32"), "index": "*i32",
+    **dict.fromkeys("row_more col_more sums totals divisors".split(), "*fp64"),
 }  # fmt: skip
 # What kernels see of features: fp32 is split into fp16; fp8 is a copy of half-precision features.
 SCORES = {torch.float32: torch.float16}

@@ -40,6 +40,10 @@ class Panel(NamedTuple):
     dz: Tensor  # (n, m), rows at multiples of 16 bytes
     rest: Tensor | None = None  # (n, m) likewise: what rounding dz took away, times REST
 
+    @property
+    def parts(self) -> list[Tensor]:
+        return [part for part in self[1:] if part is not None]
+
 
 class Backward:
     """One sweep for gradients; with `gains` the rows of a gradient keep a power of two apart.
@@ -101,9 +105,11 @@ class Backward:
             for tile in self._tiles(span, width):
                 panel = Panel(tile, *(cut(part, tile) for part in work))
                 dz_of(panel)
-                self._multiply(panel, here)
-            if self.rows is not None and here is not None:
-                self._round(self.rows, rows, here, 0)
+                self._add_to_rows(panel, here)
+                if self.rows is not None and here is not None and tile.col_stop == m:
+                    # At once, while the cache has them.
+                    self._round(self.rows, rows, here, 0)
+                self._add_to_cols(panel)
         return self._finish()
 
     def _sweep_kept(self, dz_of: Callable[[Panel], None], row_acc: Tensor | None) -> None:
@@ -147,16 +153,20 @@ class Backward:
         most = (room - row_bytes * height) // (size * height + col_bytes)
         return height, piece(m, PANEL[1], most, unit)
 
-    def _multiply(self, panel: Panel, row_acc: Tensor | None) -> None:
+    def _add_to_rows(self, panel: Panel, row_acc: Tensor | None) -> None:
+        """Add dz times the columns to the gradient of the panel's rows."""
+        if row_acc is None:
+            return
+        first = panel.tile.col_start == 0 and not self.pairs.symmetric
+        add_products(row_acc, panel.parts, self.ready.cols.parts(panel.tile.cols), first)
+
+    def _add_to_cols(self, panel: Panel) -> None:
+        """Add dz, turned, times the rows to the gradient of the panel's columns."""
         tile, symmetric = panel.tile, self.pairs.symmetric
-        dz = tuple(part for part in panel[1:] if part is not None)
-        if row_acc is not None:
-            first = tile.col_start == 0 and not symmetric
-            add_products(row_acc, dz, self.ready.cols.parts(tile.cols), first)
-        if self.acc is not None and not (symmetric and tile.row_start == tile.col_start):
-            first = tile.row_start == 0 and not symmetric
-            turned = tuple(part.t() for part in dz)
-            add_products(self.acc[tile.cols], turned, self.ready.rows.parts(tile.rows), first)
+        if self.acc is None or (symmetric and tile.row_start == tile.col_start):
+            return
+        first, turned = tile.row_start == 0 and not symmetric, [part.t() for part in panel.parts]
+        add_products(self.acc[tile.cols], turned, self.ready.rows.parts(tile.rows), first)
 
     def _round(self, out: Tensor, span: slice, acc: Tensor, side: int) -> None:
         """A finished block, rounded into a gradient that may lie in its own memory."""
@@ -258,26 +268,18 @@ class Backward:
             self.kept = swept.kept.view(pairs.rows.dtype)[:, :m]
         vectors.survey[(1,)](
             self.head, memo, d_rows, d_cols, pairs.scale, self.ready.units, n, m,
-            MULTIPLIER=self.multiplier, SUMS=self.plan.sums, COLUMNS=columns, BLOCK=4096,
+            MULTIPLIER=self.multiplier, SUMS=self.plan.sums, COLUMNS=columns, BLOCK=8192,
             num_warps=16,
         )  # fmt: skip
         both = columns or pairs.symmetric
         row_vectors, at_positive = self.head.new_empty(6, n), self.head.new_empty(n)
         col_vectors = row_vectors if not columns else self.head.new_empty(6, m)
         fixed = fused.has_offset(pairs, self.plan)
-        shared = {
-            "KIND": self.ready.kind()["KIND"], "SUMS": self.plan.sums, "FIXED": fixed,
-            "BLOCK": BLOCK,
-        }  # fmt: skip
-        vectors.gains[(triton.cdiv(n, BLOCK),)](
-            self.head, self.flag, row_stats, d_rows, d_cols, self.ready.marks[0], row_vectors,
-            at_positive, n, m, COLUMNS=both, **shared,
+        vectors.gains[(triton.cdiv(max(n, m) if columns else n, BLOCK), 2 if columns else 1)](
+            self.head, self.flag, row_stats, d_rows, row_vectors, at_positive, col_stats, d_cols,
+            col_vectors, self.ready.marks[0], n, m, KIND=self.ready.kind()["KIND"],
+            SUMS=self.plan.sums, COLUMNS=both, FIXED=fixed, BLOCK=BLOCK,
         )  # fmt: skip
-        if columns:
-            vectors.gains[(triton.cdiv(m, BLOCK),)](
-                self.head, self.flag, col_stats, d_cols, d_rows, self.ready.marks[0], col_vectors,
-                None, m, n, COLUMNS=both, **shared,
-            )  # fmt: skip
         if self.needs.scale and pairs.kind in ("aligned", "index"):
             self._add_positives_to_scale(at_positive)
         if self.needs.scale and len(self.kept):

@@ -100,10 +100,10 @@ class Ready(NamedTuple):
         x, other = (side.features for side in sides)
         # fp8 is for the negatives: the one positive of a row is worth its own digits.
         units = self.units if self.rows.form == SPLIT.value else None
-        vectors.measure[(triton.cdiv(len(x), 32),)](
+        vectors.measure[(triton.cdiv(len(x), 16),)](
             x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, other_norm, dot,
-            len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=32,
-            TD=64, num_stages=1,
+            len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16,
+            TD=128, num_stages=1,
         )  # fmt: skip
 
     def mirrored(self) -> "Ready":
@@ -189,6 +189,24 @@ class Parts(NamedTuple):
     share: int  # tiles a program takes
 
 
+class Sums(NamedTuple):
+    """Partial sums of a panel, and where on one side they are added."""
+
+    part: Tensor  # (parts, span)
+    total: Tensor  # (N,) or (M,)
+    first: int
+    span: int
+    turn: int  # FIRST and LAST of the slots' sums, or neither
+
+    @classmethod
+    def of(
+        cls, part: Tensor, total: Tensor, at: tuple[int, int], n: int, across: tuple[int, int]
+    ) -> "Sums":
+        """Of slots `at`, over the slots `across` of the n on the other side."""
+        turn = (across[0] == 0) * vectors.FIRST.value | (across[1] == n) * vectors.LAST.value
+        return cls(part, total, at[0], at[1] - at[0], turn)
+
+
 class Forward:
     """One log-sum-exp sweep: what it needs beforehand, its sums, and the stats made of them."""
 
@@ -216,9 +234,7 @@ class Forward:
         marked = not fused.has_offset(self.pairs, self.plan)
         if not marked:
             self._sums()
-        self._marked(self.ready, on_flag=not marked, cols=False)
-        if self.columns:
-            self._marked(self.ready.mirrored(), on_flag=not marked, cols=True)
+        self._marked(on_flag=not marked)
         return Swept(self.row_stats, self.col_stats, self.memo, self.kept)
 
     def _begin(self) -> None:
@@ -229,7 +245,7 @@ class Forward:
             self.ready.measure(self.col_norm, self.dot, cols=True)
         vectors.begin[(1,)](
             self.head, self.memo, self.row_norm, self.col_norm, self.pairs.scale,
-            self.ready.units, n, m, BLOCK=1024,
+            self.ready.units, n, m, BLOCK=8192, num_warps=16,
         )  # fmt: skip
 
     def _call_shape(self, ready: Ready, size: TileSize, part_bytes: int) -> tuple[int, int]:
@@ -250,27 +266,28 @@ class Forward:
     def _sums(self) -> None:
         """Panel after panel, small enough for the rows to stay in L2 while all columns pass by."""
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
-        # Of rows and columns, in one piece: small batches wait for every launch.
-        both = self.head.new_zeros(n + (m if self.columns else 0), dtype=torch.float64)
-        self.totals = rows = both[:n]
-        cols = rows if symmetric else both[n:]
+        make = self.head.new_zeros if symmetric else self.head.new_empty
+        self.totals = rows = make(n, dtype=torch.float64)
+        cols = rows if symmetric else make(m if self.columns else 0, dtype=torch.float64)
         for panel in self._panels():
             tile, parts = panel.tile, self._parts(panel)
             self._sweep(panel, parts)
             self._use(panel)
-            span = tile.row_start, tile.row_stop - tile.row_start
-            self._finish(parts.rows, rows, span, tile.col_stop == m and not symmetric)
-            if symmetric or self.columns:
-                span = tile.col_start, tile.col_stop - tile.col_start
-                ended = tile.row_stop == n and not symmetric
-                self._finish(parts.cols, cols, span, ended, cols=True)
+            of_rows = Sums.of(parts.rows, rows, tile[:2], n=m, across=tile[2:])
+            of_cols = Sums.of(parts.cols, cols, tile[2:], n=n, across=tile[:2])
+            if symmetric:
+                # Both are added to the rows'.
+                self._finish(of_rows._replace(turn=0))
+                self._finish(of_cols._replace(turn=0))
+            else:
+                self._finish(of_rows, of_cols if self.columns else None)
             if parts.row_pull is not None and parts.col_pull is not None:
                 self.row_pull[tile.rows] += parts.row_pull.sum(0)
                 if self.columns:
                     self.col_pull[tile.cols] += parts.col_pull.sum(0)
             del parts  # before the next, so that there is one
         if symmetric:
-            self._finish(self.head[:0], rows, (0, n), True)
+            self._finish(Sums(self.head[:0], rows, 0, n, vectors.LAST.value))
 
     def _use(self, panel: Panel) -> None:
         """For whoever wants more of a panel than its sums."""
@@ -345,24 +362,37 @@ class Forward:
             **self.ready.kind(), **self.ready.product(size),
         )  # fmt: skip
 
-    def _finish(
-        self, part: Tensor, total: Tensor, span: tuple[int, int], last: bool, cols: bool = False
-    ) -> None:
-        """Add partial sums (parts, span) to a side's; the last ones make its stats."""
+    def _finish(self, rows: "Sums", cols: "Sums | None" = None) -> None:
+        """Add partial sums to each side's; the last ones make its stats."""
         n, m, _ = self.pairs.shape
-        own = cols and not self.pairs.symmetric
-        out, norm = (self.col_stats, self.col_norm) if own else (self.row_stats, self.row_norm)
+        most = rows.span if cols is None else max(rows.span, cols.span)
+        count, cols = (1, rows) if cols is None else (2, cols)
         kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
-        vectors.finish[(triton.cdiv(span[1], 32),)](
-            part, total, out, self.head, self.flag, norm, self.dot, self.ready.marks[0],
-            len(part), *span, *((m, n) if own else (n, m)), SYMMETRIC=self.pairs.symmetric,
-            COLS=own, LAST=last, PARTS=64, BLOCK=32, **kind,
+        vectors.finish[(triton.cdiv(most, 32), count)](
+            rows.part, rows.total, self.row_stats, self.row_norm, cols.part, cols.total,
+            self.col_stats, self.col_norm, self.head, self.flag, self.dot, self.ready.marks[0],
+            len(rows.part), *rows[2:4], len(cols.part), *cols[2:4], n, m,
+            SYMMETRIC=self.pairs.symmetric, ROWS=rows.turn, COLS=cols.turn, PARTS=64, BLOCK=32,
+            **kind,
         )  # fmt: skip
 
-    def _marked(self, ready: Ready, on_flag: bool, cols: bool) -> None:
-        """Rows (or columns, as the rows of `ready`) with running maxima, if the flag is up."""
-        n, m = len(ready.rows), len(ready.cols)
-        size, symmetric = ready.tiles.marked, self.pairs.symmetric
+    def _marked(self, on_flag: bool) -> None:
+        """Rows and columns with running maxima, if the flag is up."""
+        n, m, _ = self.pairs.shape
+        rows = cols = self._marked_sums(self.ready, on_flag)
+        if self.columns:
+            cols = self._marked_sums(self.ready.mirrored(), on_flag)
+        kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
+        most, sides = (max(n, m), 2) if self.columns else (n, 1)
+        vectors.finish_marked[(triton.cdiv(most, BLOCK), sides)](
+            rows, self.row_stats, self.row_norm, cols, self.col_stats, self.col_norm, self.head,
+            self.flag, self.dot, self.ready.marks[0], n, m, SYMMETRIC=self.pairs.symmetric,
+            SUMS=self.plan.sums, ON_FLAG=on_flag, BLOCK=BLOCK, **kind,
+        )  # fmt: skip
+
+    def _marked_sums(self, ready: Ready, on_flag: bool) -> Tensor:
+        """What `marked_sums` finds of rows (8, N); nothing unless the flag is up."""
+        n, m, size = len(ready.rows), len(ready.cols), ready.tiles.marked
         found = self.head.new_empty(8, n)
         height, width = self._call_shape(ready, size, 0)
         for panel in (tile for rows in spans(n, height) for tile in row_of_tiles(rows, m, width)):
@@ -372,13 +402,7 @@ class Forward:
                 panel.col_start, panel.col_stop - panel.col_start, n, m, SUMS=self.plan.sums,
                 ON_FLAG=on_flag, **ready.kind(), **ready.product(size),
             )  # fmt: skip
-        kind = {k: v for k, v in ready.kind().items() if k != "IDS"}
-        vectors.finish_marked[(triton.cdiv(n, BLOCK),)](
-            found, self.col_stats if cols else self.row_stats, self.head, self.flag,
-            self.col_norm if cols else self.row_norm, self.dot, ready.marks[0], n, m,
-            SYMMETRIC=symmetric, COLS=cols, SUMS=self.plan.sums, ON_FLAG=on_flag, BLOCK=BLOCK,
-            **kind,
-        )  # fmt: skip
+        return found
 
 
 def log_sums(pairs: Pairs, plan: Plan) -> Swept:

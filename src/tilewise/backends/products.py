@@ -1,6 +1,6 @@
 """Panels of dz: how they are cut, multiplied with features, and rounded into gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -62,7 +62,7 @@ def side_of_square(pair_bytes: int, row_bytes: int, room: int) -> int:
 
 
 def add_products(
-    acc: Tensor, dz: tuple[Tensor, ...], features: tuple[Tensor, ...], first: bool
+    acc: Tensor, dz: Sequence[Tensor], features: Sequence[Tensor], first: bool
 ) -> None:
     """acc += dz @ features, or = where it is the first; small terms first where both are split."""
     if len(dz) == 2:

@@ -27,6 +27,8 @@ from tilewise.backends.kernels import (
 
 # Room below fp32's overflow, in log 2, for sums of 2^30 terms and their inverses.
 HEADROOM = tl.constexpr(89.0)
+# Of partial sums of a slot: there are none yet, there will be no more.
+FIRST, LAST = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -197,19 +199,37 @@ def _one_positive(dot, index, norm, head, at, size, others, KIND: tl.constexpr,
 
 @triton.jit
 def finish(
+    row_part, row_more, row_out, row_norm, col_part, col_more, col_out, col_norm, head, flag, dot,
+    index, row_parts, row_first, row_span, col_parts, col_first, col_span, N, M,
+    KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of rows and, in programs (_, 1), of columns; see `_finish` and `Sums.turn`."""
+    if tl.program_id(1) == 0:
+        _finish(row_part, row_more, row_out, head, flag, row_norm, dot, index, row_parts, row_first,
+                row_span, N, M, KIND, SELF, SYMMETRIC, False, ROWS, PARTS, BLOCK)  # fmt: skip
+    else:
+        _finish(col_part, col_more, col_out, head, flag, col_norm, dot, index, col_parts, col_first,
+                col_span, M, N, KIND, SELF, SYMMETRIC, True, COLS, PARTS, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _finish(
     part, more, out, head, flag, norm, dot, index, parts, first, span, size, others,
     KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, COLS: tl.constexpr,
-    LAST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    TURN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add partial sums (parts, span) to slots from `first` on of `more` (size,), in fp64.
 
-    With LAST they become `Stats`. A sum that may have lost terms to underflow, or that overflowed,
-    raises the flag.
+    The FIRST ones there are no others; the LAST ones make `Stats` of them. A sum that may have lost
+    terms to underflow, or that overflowed, raises the flag.
     """
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = first + local
     inside = (local < span) & (at < size)
-    total = tl.load(more + at, inside, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float64)
+    if (FIRST & TURN) == 0:
+        total = tl.load(more + at, inside, other=0.0)
     # PARTS of them at a time: one by one, each load would wait for the last.
     found = tl.zeros((PARTS, BLOCK), tl.float64)
     for k in range(0, parts, PARTS):
@@ -218,7 +238,7 @@ def finish(
         found += tl.load(there, (at_part < parts)[:, None] & inside[None, :], other=0.0)
     total += tl.sum(found, 0)
     tl.store(more + at, total, inside)
-    if LAST:
+    if (LAST & TURN) != 0:
         least = others * 2.0**-102
         fine = (total >= least) & (total < INF)
         if tl.sum((inside & (fine == 0)).to(tl.int32), 0) > 0:
@@ -233,14 +253,29 @@ def finish(
 
 @triton.jit
 def finish_marked(
-    found, out, head, flag, norm, dot, index, size, others,
-    KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, COLS: tl.constexpr,
-    SUMS: tl.constexpr, ON_FLAG: tl.constexpr, BLOCK: tl.constexpr,
+    row_found, row_out, row_norm, col_found, col_out, col_norm, head, flag, dot, index, N, M,
+    KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, SUMS: tl.constexpr,
+    ON_FLAG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`Stats` from what `marked_sums` found (8, size)."""
+    """`Stats` of rows and, in programs (_, 1), of columns, where the flag is up or ON_FLAG not."""
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
+    if tl.program_id(1) == 0:
+        _finish_marked(row_found, row_out, head, row_norm, dot, index, N, M, KIND, SELF, SYMMETRIC,
+                       False, SUMS, BLOCK)  # fmt: skip
+    else:
+        _finish_marked(col_found, col_out, head, col_norm, dot, index, M, N, KIND, SELF, SYMMETRIC,
+                       True, SUMS, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _finish_marked(
+    found, out, head, norm, dot, index, size, others,
+    KIND: tl.constexpr, SELF: tl.constexpr, SYMMETRIC: tl.constexpr, COLS: tl.constexpr,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`Stats` from what `marked_sums` found (8, size)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, step = at < size, wide(size)
     top = tl.load(found + at, inside, other=0.0).to(tl.float64)
@@ -309,6 +344,21 @@ def _gain(d, lse2, shift2):
 
 @triton.jit
 def gains(
+    head, flag, row_stats, d_rows, row_vectors, at_positive, col_stats, d_cols, col_vectors, index,
+    N, M, KIND: tl.constexpr, SUMS: tl.constexpr, COLUMNS: tl.constexpr, FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of rows and, in programs (_, 1), of columns; see `_gains`."""
+    if tl.program_id(1) == 0:
+        _gains(head, flag, row_stats, d_rows, d_cols, index, row_vectors, at_positive, N, M,
+               KIND, SUMS, COLUMNS, FIXED, BLOCK)  # fmt: skip
+    else:
+        _gains(head, flag, col_stats, d_cols, d_rows, index, col_vectors, None, M, N,
+               KIND, SUMS, COLUMNS, FIXED, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _gains(
     head, flag, stats, d, other_d, index, vectors, at_positive, size, others,
     KIND: tl.constexpr, SUMS: tl.constexpr, COLUMNS: tl.constexpr, FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
