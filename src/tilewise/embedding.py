@@ -44,7 +44,8 @@ class Towers:
         """Walk through all modules, once a step: they may have been changed since last time."""
         found = (part for module in self.modules for part in module.modules())
         self.parts = list({id(part): part for part in found}.values())
-        owned = (p for module in self.modules for p in module.parameters())
+        # Not module.parameters(), which would walk through all of them again: the device waits.
+        owned = (p for part in self.parts for p in part._parameters.values() if p is not None)
         self.parameters = list({id(p): p for p in owned}.values())
         before, self.to_train = self.to_train, [p.requires_grad for p in self.parameters]
         if self.to_train != before:

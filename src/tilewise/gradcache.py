@@ -215,8 +215,9 @@ class _Run:
             for part in pushing.push(parameters, self.batch.read(), around):
                 self.where = f"the backward, after micro-batch {part.index}"
                 self.phases.advance()
-            difference = pushing.difference()
-        return {"kept": kept, "replayed": total - kept, "replay_difference": difference}
+        counts = {"kept": kept, "replayed": total - kept}
+        # Last of all: here the host waits for the device.
+        return {**counts, "replay_difference": pushing.difference()}
 
     def place(self) -> str:
         """Where the step is."""
