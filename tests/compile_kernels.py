@@ -22,6 +22,7 @@ from tilewise.backends import (
     convert,
     dz,
     entropies,
+    finishes,
     hopper,
     hopper_dz,
     kernels,
@@ -114,7 +115,7 @@ FLOATS = """x other norm other_norm dot row_norm col_norm scale part found row_s
     col_vectors"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "index": "*i32",
-    **dict.fromkeys("row_more col_more sums totals divisors".split(), "*fp64"),
+    **dict.fromkeys(["row_more", "col_more", "sums", "totals", "divisors"], "*fp64"),
 }  # fmt: skip
 # What kernels see of features: fp32 is split into fp16; fp8 is a copy of half-precision features.
 SCORES = {torch.float32: torch.float16}
@@ -215,7 +216,7 @@ def compile_vectors(target, size):
         kernel_name = name.split("-")[0]
         (kernel,) = (
             vars(x)[kernel_name]
-            for x in (vectors, adding, convert, entropies)
+            for x in (vectors, finishes, adding, convert, entropies)
             if hasattr(x, kernel_name)
         )
         values = {"BLOCK": 256, **options}

@@ -17,7 +17,7 @@ from tilewise.reductions import merged
 
 pytest.importorskip("triton")
 
-from tilewise.backends import fused_forward, operands
+from tilewise.backends import fused_forward, operands, ready
 from tilewise.backends.fused_backward import Backward
 from tilewise.backends.fused_forward import Forward
 
@@ -289,7 +289,7 @@ def test_panels_fit_the_workspace(shape, odd, dtype, monkeypatch):
     """dz, converted features and the gradients of a panel's rows, in the backward; sums before."""
     n, m, d = shape
     ones = torch.ones(2) if dtype == torch.float32 else None
-    monkeypatch.setattr(fused_forward, "units_of", lambda *args: ones)
+    monkeypatch.setattr(ready, "units_of", lambda *args: ones)
     make = lambda n: torch.empty(n + 1, d + odd, dtype=dtype)[1:, odd:]  # noqa: E731
     room = 64 * 2**20
     for cols in (make(m), None):
@@ -655,18 +655,18 @@ def test_panels_of_the_forward(n, m, d, dtype, monkeypatch):
     told = []
     launch = lambda *args, **options: told.append(args)  # noqa: E731
     monkeypatch.setattr(hopper, "sums", collections.defaultdict(lambda: launch))
-    monkeypatch.setattr(fused_forward.Ready, "in_turn", lambda *_: [None, None])
+    monkeypatch.setattr(ready.Ready, "in_turn", lambda *_: [None, None])
 
-    monkeypatch.setattr(fused_forward, "tiles_in_turn", lambda *_: tuning.IN_TURN)
+    monkeypatch.setattr(ready, "tiles_in_turn", lambda *_: tuning.IN_TURN)
     features = [torch.empty(k, d, dtype=dtype, device="meta") for k in (n, m)]
     plan = Plan("logsumexp", True, False, "fused", 2**28, False)
     pairs = make_pairs(
         *features, (torch.empty((), device="meta"), None), positives="aligned", ids=None,
         labels=None, skip_self=False,
     )  # fmt: skip
-    monkeypatch.setattr(fused_forward, "units_of", lambda *_: torch.empty(2, device="meta"))
-    monkeypatch.setattr(fused_forward, "target_of", lambda _: ("cuda", 90))
-    monkeypatch.setattr(fused_forward, "tiles_for", lambda *_: tuning.HOPPER)
+    monkeypatch.setattr(ready, "units_of", lambda *_: torch.empty(2, device="meta"))
+    monkeypatch.setattr(ready, "target_of", lambda _: ("cuda", 90))
+    monkeypatch.setattr(ready, "tiles_for", lambda *_: tuning.HOPPER)
     forward = fused_forward.Forward(pairs, plan)
     forward.ready = forward.ready._replace(processors=132)
     seen = 0
@@ -711,3 +711,16 @@ def test_compile_fullgraph(name):
     assert torch.equal(loss, plain)
     for x, y in zip(*(torch.autograd.grad(v, [a, b, s]) for v in (loss, plain)), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_ordinary_features_need_no_second_pass(columns, monkeypatch):
+    """Sums over several panels: one that read what nobody wrote would raise the flag in silence."""
+    monkeypatch.setattr(fused, "CHUNK", 64)
+    pairs = make_pairs(
+        unit(200, 16).half(), unit(150, 16).half(), (5.0, None), positives="aligned", ids=None,
+        labels=None, skip_self=False,
+    )  # fmt: skip
+    forward = Forward(pairs, Plan("logsumexp", columns, False, "fused", 2**20, False))
+    assert len({panel.tile.rows.start for panel in forward._panels()}) == 4
+    assert forward.run().memo[1] == 0

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import tilewise as tw
 from tilewise import measure
+from tilewise.embedding import Towers
 from tilewise.featurebuffers import Features
 
 D = 8  # features
@@ -1421,3 +1422,15 @@ def nan_on_one(rank):
 def test_one_rank_without_a_finite_loss():
     """No rank waits: all raise."""
     assert all(ranks.run(nan_on_one, 2))
+
+
+def test_modules_are_walked_through_as_torch_does():
+    """Shared ones once, in the same order; those that are None not at all."""
+    shared = nn.Linear(2, 2)
+    inner = nn.Sequential(nn.ReLU(), shared, nn.Sequential(nn.Linear(2, 1)))
+    inner.register_module("none", None)
+    outer = nn.ModuleList([shared, inner])
+    towers = Towers([outer, inner], ["a", "b"])
+    towers.look()
+    assert towers.parts == list(outer.modules())
+    assert [id(p) for p in towers.parameters] == [id(p) for p in outer.parameters()]

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ class Ahead:
     """Trees of host tensors, one after the other on a device.
 
     On CUDA a thread reads and pins what is not pinned, and a stream of its own copies: at most two
-    are there beside the one that is worked on, however far the host is ahead of the device.
+    are there beside the one that is worked on, however far the host is ahead of the device. What is
+    on the device needs neither.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +34,7 @@ class Ahead:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def over(self, makers: Iterable[Make]) -> Iterator[Tree]:
-        """What each returns, on the device. They are called in order, in a thread on CUDA."""
+        """What each returns, on the device. They are called in order, most in a thread on CUDA."""
         if self.stream is None:
             for make in makers:
                 yield map_tensors(lambda x: x.to(self.device), make())
@@ -41,20 +43,23 @@ class Ahead:
             yield from self._over(iter(makers), thread)
 
     def _over(self, makers: Iterator[Make], thread: ThreadPoolExecutor) -> Iterator[Tree]:
-        coming = deque[Future[Arriving]]()
+        coming = deque[Callable[[], Arriving]]()
         done = deque[torch.cuda.Event]()
         current = torch.cuda.current_stream(self.device)
+        away = False  # until one had to be copied: the device would wait for a thread to start
 
         def start() -> None:
             make = next(makers, None)
             if make is not None:
-                coming.append(thread.submit(self.fetch, make))
+                later = thread.submit(self.fetch, make).result if away else None
+                coming.append(later or partial(self.fetch, make))
 
         start()
         while coming:
-            arriving = coming.popleft().result()
-            start()
+            arriving = coming.popleft()()
             copied = arriving.event is not None
+            away = away or copied
+            start()
             yield self.arrived(arriving)
             del arriving
             # The host may be one copy ahead: each has memory of its own until the device is done.

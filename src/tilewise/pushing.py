@@ -1,5 +1,6 @@
 """The second pass of a cached step: gradients of features become those of parameters."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -165,10 +166,11 @@ class Pushing:
         """How far features were off when they were computed again, at most; raises if by much."""
         if not self.met:
             return 0.0
-        found = torch.stack([_difference(pairs).cpu() for pairs in self.met.values()])
-        bounds = torch.tensor([bound for bound, _ in self.met])
-        worst = float(found[(found / bounds).argmax()])
-        if not bool((found <= bounds).all()):
+        on_devices = [_difference(pairs) for pairs in self.met.values()]
+        found = [(float(x), bound) for x, (bound, _) in zip(on_devices, self.met, strict=True)]
+        # One that is not a number first.
+        worst, bound = max(found, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
+        if not worst <= bound:
             raise OptionError(
                 f"features must be the same when a micro-batch is run again, got some that differ "
                 f"by {worst:.1%} of their length: other samples, or random numbers that torch's "

@@ -11,9 +11,10 @@ import triton
 from torch import Tensor
 
 from tilewise.backends import fused, kernels
-from tilewise.backends.fused_forward import Forward, Panel, Ready
+from tilewise.backends.fused_forward import Forward, Panel
 from tilewise.backends.plan import Attended, Plan
 from tilewise.backends.products import add_product, cut
+from tilewise.backends.ready import Ready
 from tilewise.backends.tuning import TileSize
 from tilewise.pairs import Pairs
 from tilewise.tiles import padded, row_of_tiles, spans

@@ -12,7 +12,7 @@ from tilewise.backends import dz as dz_kernels
 from tilewise.backends import fused, kernels, vectors
 from tilewise.backends.blocks import narrow, store
 from tilewise.backends.convert import SPLIT
-from tilewise.backends.fused_forward import BLOCK, make_ready, pulls
+from tilewise.backends.fused_forward import BLOCK, pulls
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
 from tilewise.backends.products import (
     add_product,
@@ -23,7 +23,8 @@ from tilewise.backends.products import (
     round_into,
     side_of_square,
 )
-from tilewise.backends.tuning import PANEL, Tiles, TileSize
+from tilewise.backends.ready import make_ready
+from tilewise.backends.tuning import Tiles, TileSize, panel_for
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.tiles import Tile, balanced, padded, row_of_tiles, spans, upper_row_of_tiles
 
@@ -149,9 +150,10 @@ class Backward:
             side = balanced(n, side_of_square(size, row_bytes + col_bytes, room), unit)
             return side, side
         row_bytes += 4 * d
-        height = piece(n, PANEL[0], room // (2 * row_bytes), unit)
+        rows, cols = panel_for(d)
+        height = piece(n, rows, room // (2 * row_bytes), unit)
         most = (room - row_bytes * height) // (size * height + col_bytes)
-        return height, piece(m, PANEL[1], most, unit)
+        return height, piece(m, cols, most, unit)
 
     def _add_to_rows(self, panel: Panel, row_acc: Tensor | None) -> None:
         """Add dz times the columns to the gradient of the panel's rows."""

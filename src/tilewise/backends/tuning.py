@@ -47,9 +47,6 @@ HOPPER = Tiles(
     softplus=TileSize(128, 128, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
 )
-# Rows and columns of dz at a time: 66 x 88 tiles are whole waves of an H200's 132 processors, and
-# so nearly are the products of it.
-PANEL = (8448, 11264)
 # Of `hopper`, whose two groups of warps have a tile each. The softplus tile is HOPPER's, which does
 # the edges over.
 IN_TURN = Tiles(
@@ -91,6 +88,15 @@ INTERPRETER = Tiles(
     softplus=TileSize(32, 64, 32, 4, 1, 2),
     marked=TileSize(32, 32, 32, 4, 1, 2),
 )
+
+
+def panel_for(features: int) -> tuple[int, int]:
+    """Rows and columns of dz at a time, for products of it in whole waves, or nearly so.
+
+    An H200 has 132 processors, and the product for s slots has s / 256 times D / 128 tiles: for
+    8,192 slots 128 at D = 512, 256 at 1,024. At D = 768 panels of 66 x 88 tiles are whole waves.
+    """
+    return (8192, 8192) if features % 512 == 0 else (8448, 11264)
 
 
 def target_of(device: torch.device) -> Target:

@@ -1,0 +1,148 @@
+"""Pairs made ready for the fused kernels: operands, marks and tiles."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.backends import kernels, vectors
+from tilewise.backends.convert import SPLIT
+from tilewise.backends.operands import Operand, units_of
+from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for, tiles_in_turn
+from tilewise.pairs import Pairs
+from tilewise.tiles import Tile
+
+
+class Ready(NamedTuple):
+    """Pairs as the kernels take them."""
+
+    pairs: Pairs
+    rows: Operand
+    cols: Operand
+    units: Tensor | None  # (2,) what features were multiplied with, where they are converted
+    marks: tuple[Tensor, ...]  # positives' columns, row and column ids, row and column labels
+    tiles: Tiles
+    turns: Tiles | None  # of the kernels in `hopper`, where they run
+    processors: int
+
+    def kind(self) -> dict[str, Any]:
+        """What a kernel is told at compile time about which pairs count."""
+        return {
+            "KIND": kernels.KINDS[self.pairs.kind],
+            "IDS": self.pairs.row_ids is not None,
+            "SELF": self.pairs.skip_self,
+        }
+
+    def product(self, size: TileSize) -> dict[str, Any]:
+        """What a kernel is told about its tile."""
+        return {
+            "D": self.rows.width,
+            "TN": size.rows,
+            "TM": size.cols,
+            "TD": size.features,
+            "num_warps": size.warps,
+            "num_stages": size.stages,
+        }
+
+    def descriptors(
+        self, size: TileSize, of: Tile, flag: Tensor | None = None
+    ) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Rows and columns of a panel, to be loaded tile by tile; see `Operand.scores`."""
+        rows, cols = self.rows.scores(of.rows, flag), self.cols.scores(of.cols, flag)
+        return (
+            TensorDescriptor.from_tensor(rows, [size.rows, size.features]),
+            TensorDescriptor.from_tensor(cols, [size.cols, size.features]),
+        )
+
+    def in_turn(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
+        """What a kernel of `hopper` loads from and stores to, as it takes them."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia import hopper as gluon
+
+        made = [
+            (self.rows.scores(of.rows), [size.rows, size.features]),
+            (self.cols.scores(of.cols), [size.cols, size.features]),
+        ]
+        if out is not None:
+            made.append((out, [size.rows, size.cols // 2]))
+        layouts = [gl.NVMMASharedLayout(min(128, 2 * block[1]), 16, 2) for _, block in made]
+        return [
+            gluon.TensorDescriptor.from_tensor(*each, layout)
+            for each, layout in zip(made, layouts, strict=True)
+        ]
+
+    def ring(self, size: TileSize) -> dict[str, int]:
+        """What a kernel of `hopper` is told about its tiles."""
+        return {
+            "D": self.rows.width,
+            "STAGES": size.stages,
+            "LANES": size.group,
+            "num_warps": size.warps,
+        }
+
+    def measure(
+        self, norm: Tensor, dot: Tensor, other_norm: Tensor | None = None, cols: bool = False
+    ) -> None:
+        """Lengths of the rows, and their products with their positives; or lengths of columns.
+
+        Of pairs (i, i) both lengths, with `other_norm`.
+        """
+        sides = (self.rows, self.cols)[:: -1 if cols else 1]
+        x, other = (side.features for side in sides)
+        # fp8 is for the negatives: the one positive of a row is worth its own digits.
+        units = self.units if self.rows.form == SPLIT.value else None
+        vectors.measure[(triton.cdiv(len(x), 16),)](
+            x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, other_norm, dot,
+            len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16,
+            TD=128, num_stages=1,
+        )  # fmt: skip
+
+    def mirrored(self) -> "Ready":
+        """The columns as rows: positives that are aligned or by label are so from both sides."""
+        index, row_ids, col_ids, row_labels, col_labels = self.marks
+        return self._replace(
+            rows=self.cols, cols=self.rows, marks=(index, col_ids, row_ids, col_labels, row_labels)
+        )
+
+
+def make_ready(pairs: Pairs, precision: str) -> Ready:
+    """Features to be converted panel by panel, marks as int32."""
+    device = pairs.rows.device
+    index = torch.empty(0, dtype=torch.int32, device=device)
+    if pairs.positives is not None:
+        # What is no column and not NO_POSITIVE stays so.
+        index = pairs.positives.clamp(-2, pairs.shape[1]).to(torch.int32).contiguous()
+    ids, labels = (
+        _codes(a, b) if a is not None and b is not None else (index, index)
+        for a, b in ((pairs.row_ids, pairs.col_ids), (pairs.row_labels, pairs.col_labels))
+    )
+    units = units_of(pairs, precision)
+    of_rows, of_cols = (None, None) if units is None else (units[:1], units[1:])
+    rows = Operand(pairs.rows, precision, of_rows, cols=False)
+    target, count = target_of(device), 4
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Ready(
+        pairs,
+        rows,
+        Operand(pairs.columns, precision, of_cols, cols=True),
+        units,
+        (index, *ids, *labels),
+        tiles_for(target, rows.dtype if precision == "fp8" else pairs.rows.dtype),
+        tiles_in_turn(target, rows.dtype),
+        count,
+    )
+
+
+def _codes(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Marks as int32 that are equal where these are, found without asking the device."""
+    if torch.int64 not in (rows.dtype, cols.dtype):
+        return rows.to(torch.int32).contiguous(), cols.to(torch.int32).contiguous()
+    marks = rows if rows is cols else torch.cat([rows.long(), cols.long()])
+    ordered, places = marks.sort()
+    new = torch.zeros_like(ordered, dtype=torch.int32)
+    new[1:] = ordered[1:] != ordered[:-1]
+    codes = torch.empty_like(new).scatter_(0, places, new.cumsum(0, dtype=torch.int32))
+    return (codes, codes) if rows is cols else (codes[: len(rows)], codes[len(rows) :])
