@@ -135,7 +135,7 @@ class _Run:
         self.embedding = Embedding(
             self.towers, self.features, Budget(step.keep, device, self.towers)
         )
-        self.undo = _Undo(self.towers.parameters)
+        self.undo = _Undo()
         self.pushing: Pushing | None = None
         self.verdict: _Verdict | None = None  # of the loss, until it is read
         self.settling = False
@@ -148,6 +148,8 @@ class _Run:
         torch.clear_autocast_cache()
         with self.undo.on_error(self):
             self._embed()
+            # Not before: the first forward need not wait for it.
+            self.undo.watch(self.towers.parameters)
             loss, parameters = self._differentiate(options)
             counts = self._push(parameters)
         samples = max(each.samples for each in self.features)
@@ -270,11 +272,10 @@ class _Verdict:
 class _Undo:
     """Gradients as they were, if a step fails."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self) -> None:
         self.had: dict[int, bool] = {}
         self.fresh: list[Tensor] = []
         self.touched = False
-        self.watch(parameters)
 
     def watch(self, more: Iterable[Tensor]) -> None:
         """Remember whether these had a gradient."""
