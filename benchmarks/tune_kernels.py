@@ -1,28 +1,31 @@
 """Times of the fused kernels alone, tile size by tile size: where `backends/tuning.py` comes from.
 
-    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4]
+    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4] [--panels]
 
-Each candidate runs for a while; the ceiling is cuBLAS 8192^3 before and after the table.
+Each candidate runs for a while; the ceiling is cuBLAS 8192^3 before and after the table. With
+`--panels` whole steps of B = 32768 instead, by rows and columns of dz at a time.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
+from cases import Case, captured, find_contender
 from torch.nn import functional
 
-from tilewise.backends import dz, hopper_dz, kernels
+from tilewise.backends import dz, fused_backward, hopper_dz, kernels
 from tilewise.backends.fused_backward import Panel
 from tilewise.backends.fused_forward import Forward
 from tilewise.backends.fused_forward import Panel as ForwardPanel
 from tilewise.backends.fused_softplus import Softplus
 from tilewise.backends.plan import Needs, Plan
-from tilewise.backends.tuning import TileSize
+from tilewise.backends.tuning import TileSize, panel_for
 from tilewise.pairs import Pairs, make_pairs
 from tilewise.tiles import Tile
 
-PANEL = (8448, 11264)
+PANELS = [(8192, 8192), (8448, 8448), (8448, 11264), (11264, 8448), (4096, 8192)]
 CANDIDATES = {
     "sums": [TileSize(256, 128, 64, 8, stages) for stages in (3, 4)],
     "dz_of_sums": [
@@ -82,9 +85,10 @@ def make(
     plan = Plan("softplus" if softplus else "logsumexp", False, False, "fused", 2**28, False)
     backward = Softplus(pairs, plan, Needs(True, True, False, False))
     backward._softplus_head(torch.ones((), device="cuda"))
-    panel = Panel(Tile(0, PANEL[0], 0, PANEL[1]), pairs.rows.new_empty(PANEL))
+    height, width = panel_for(pairs.shape[2])
+    panel = Panel(Tile(0, height, 0, width), pairs.rows.new_empty(height, width))
     ones = torch.ones(max(n, m), device="cuda")
-    parts = torch.empty(3, -(-PANEL[1] // size.cols), PANEL[0], device="cuda")
+    parts = torch.empty(3, -(-width // size.cols), height, device="cuda")
     kind = {"KIND": kernels.KINDS["aligned"], "SELF": False}
     if softplus:
         options = {"VALUES": True, "COLUMNS": False, "SCALED": False, "GRADS": True, "IDS": False}
@@ -100,12 +104,24 @@ def make(
             options["DIAGONAL"] = True
         kernel = getattr(hopper_dz, name)
         launch = lambda: backward._launch_in_turn(kernel, size, panel, *args, **options)  # noqa: E731
-        return launch, PANEL[0] * PANEL[1]
+        return launch, height * width
     kernel = getattr(dz, name)
     return (
         lambda: backward._launch(kernel, size, panel, *args, **kind, **options),
-        PANEL[0] * PANEL[1],
+        height * width,
     )
+
+
+def time_panels(features: int, seconds: float) -> None:
+    """A line for each size of panels."""
+    case = Case(loss="clip", batch=32768, dim=features, dtype="bf16")
+    inputs, loss = case.inputs(torch.device("cuda")), find_contender("tilewise").load(case)
+    for panel in PANELS:
+        with mock.patch.object(fused_backward, "panel_for", lambda _, own=panel: own):
+            step = captured(case, loss, inputs)
+        ms = sustained(step, seconds)
+        rate = 8 * case.batch**2 * features / ms / 1e9
+        print(f"panels of {panel[0]} x {panel[1]}: {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
 
 
 def main() -> None:
@@ -113,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--features", type=int, default=768)
     parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--panels", action="store_true")
     options = parser.parse_args()
     unit = lambda: functional.normalize(  # noqa: E731
         torch.randn(16384, options.features, device="cuda"), dim=1
@@ -122,6 +139,10 @@ def main() -> None:
     )
     best = ceiling(2.0)
     print(f"cuBLAS 8192^3: {best:.0f} TFLOP/s")
+    if options.panels:
+        time_panels(options.features, options.seconds)
+        print(f"cuBLAS 8192^3: {ceiling(2.0):.0f} TFLOP/s")
+        return
     candidates = [(name, size, False) for name, sizes in CANDIDATES.items() for size in sizes]
     candidates += [(name, size, True) for name, sizes in IN_TURN.items() for size in sizes]
     for name, size, in_turn in candidates:

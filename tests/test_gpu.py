@@ -357,13 +357,25 @@ def labels_repeated(a, b, s, **how):
     return tw.clip_loss(a, b, s, labels=labels, **how)
 
 
+ALONE = {name: LOSSES[name] for name in RINGS} | {
+    "clip-weight": lambda a, b, s, **k: tw.clip_loss(a, b, s, weight=weights(a), **k),
+    "info_nce-sum": lambda a, b, s, **k: tw.info_nce(
+        a, b, s, weight=weights(a), reduction="sum", **k
+    ),
+}
+
+
+def weights(x):
+    return torch.arange(len(x), device="cuda") / 7
+
+
 @pytest.mark.parametrize("schedule", ["ring", "two-level", "gather"])
-@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("name", ALONE)
 def test_nccl_alone(name, schedule, group_of):
     """The only world there is on one GPU: the same bits as without a group."""
     a, b = unit(700, 64, torch.bfloat16), unit(700, 64, torch.bfloat16, seed=1)
     group = group_of("nccl", 1)
-    alone = step(LOSSES[name], a, b)
-    shared = step(LOSSES[name], a, b, group=group, schedule=schedule)
+    alone = step(ALONE[name], a, b)
+    shared = step(ALONE[name], a, b, group=group, schedule=schedule)
     for x, y in zip(alone, shared, strict=True):
         assert torch.equal(x, y)

@@ -562,6 +562,8 @@ def mismatched(rank, kind):
         how["label_smoothing"] = 2.0
     if kind == "reduction" and odd:
         how["reduction"] = "sum"
+    if kind == "decoupled" and odd:
+        how["decoupled"] = True
     if kind == "weight" and odd:
         how["weight"] = torch.ones(size)
     if kind == "fixed weight":
@@ -598,6 +600,7 @@ MISMATCHES = {
     "gradient": "need of gradients",
     "shape": "rank 1 refused: ShapeError: image and text must come in pairs, got 4 and 2 rows",
     "reduction": "same reduction, got mean on rank 0 and sum on rank 1",
+    "decoupled": "same decoupled, got False on rank 0 and True on rank 1",
     "weight": "same weight, got none on rank 0 and given on rank 1",
     "fixed weight": "rank 1 refused: OptionError: weight must not require a gradient",
     "backend": "refused: BackendError: backend 'fused' cannot run",

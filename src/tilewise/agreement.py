@@ -63,6 +63,8 @@ def _said(name: str, given: dict[str, Any]) -> dict[str, object]:
     return {
         "loss": name,
         "reduction": given.get("reduction", "mean"),
+        # Such a loss ends in other messages.
+        "decoupled": bool(given.get("decoupled", False)),
         "weight": "none" if weight is None else "given",
         "negatives": "none"
         if negatives is None

@@ -93,8 +93,9 @@ INTERPRETER = Tiles(
 def panel_for(features: int) -> tuple[int, int]:
     """Rows and columns of dz at a time, for products of it in whole waves, or nearly so.
 
-    An H200 has 132 processors, and the product for s slots has s / 256 times D / 128 tiles: for
-    8,192 slots 128 at D = 512, 256 at 1,024. At D = 768 panels of 66 x 88 tiles are whole waves.
+    An H200 has 132 processors, and a product of cuBLAS for s slots has s / 256 times D / 128 tiles:
+    for 8,192 slots 128 at D = 512, 256 at 1,024. At D = 768 the other panels are faster, whose
+    66 x 88 tiles of dz are whole waves.
     """
     return (8192, 8192) if features % 512 == 0 else (8448, 11264)
 
