@@ -146,9 +146,13 @@ def test_one_slot_that_is_not_a_number_spoils_the_loss(close, dtype):
 
 
 def test_the_ops_are_ops(backend, dtype):
-    for cols in (stats_of(6, dtype), torch.empty(0, dtype=dtype)):
+    gaps = stats_of(6, dtype).detach().t().contiguous().t()
+    for cols in (stats_of(6, dtype), gaps, torch.empty(0, dtype=dtype)):
         args = (stats_of(6, dtype), cols, torch.ones(6), True, backend, "")
         torch.library.opcheck(entropy, args)
+        value, divisors = entropy(*args)
+        pulled = (*(x.detach() for x in args[:3]), divisors, value.detach(), backend)
+        torch.library.opcheck(torch.ops.tilewise.pull_stats.default, pulled)
 
 
 def test_no_second_derivative(close, dtype):

@@ -3,13 +3,15 @@
 Here both are on the CPU, and blocks are small: `test_gpu_any_batch.py` has host and device.
 """
 
+import threading
+
 import pytest
 import torch
 from torch.nn import functional
 
 import ranks
 import tilewise as tw
-from tilewise import hosted
+from tilewise import ahead, hosted
 
 D = 8
 
@@ -238,3 +240,32 @@ def test_a_pool_in_parts(small):
         got = torch.cat([grads[k] for grads in found]) / 3
         assert (got - x.grad).norm() <= 1e-12
     assert abs(sum(grads[2] for grads in found) / 3 - s.grad) <= 1e-12
+
+
+class Event:
+    """One that is there at once, and the stream that records it."""
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        pass
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_only_what_must_be_copied_needs_a_thread(away, monkeypatch):
+    """The first one is fetched at once: a device would wait for the thread to start."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Event())
+    monkeypatch.setattr(ahead.Ahead, "arrived", lambda self, arriving: arriving.tree)
+    threads = []
+
+    def fetch(self, make):
+        threads.append(threading.current_thread())
+        return ahead.Arriving(make(), Event() if away else None)
+
+    monkeypatch.setattr(ahead.Ahead, "fetch", fetch)
+    reader = ahead.Ahead(torch.device("cpu"))
+    reader.stream = Event()
+    assert list(reader.over([lambda k=k: k for k in range(4)])) == [0, 1, 2, 3]
+    own = [thread is threading.main_thread() for thread in threads]
+    assert own == ([True, False, False, False] if away else [True] * 4)

@@ -51,8 +51,8 @@ class Ahead:
         def start() -> None:
             make = next(makers, None)
             if make is not None:
-                later = thread.submit(self.fetch, make).result if away else None
-                coming.append(later or partial(self.fetch, make))
+                fetch = partial(self.fetch, make)
+                coming.append(thread.submit(fetch).result if away else fetch)
 
         start()
         while coming:

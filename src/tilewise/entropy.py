@@ -22,6 +22,7 @@ from tilewise.backends import fused
 from tilewise.pairs import exact_dtype
 
 STATS = "Tensor rows, Tensor cols, Tensor? weight"
+WHOLE = torch.contiguous_format
 
 
 @torch.library.custom_op(
@@ -87,7 +88,7 @@ def _pull_stats(*args: Any) -> tuple[Tensor, Tensor]:
     if _has_kernels(rows, backend):
         rows, cols = rows.contiguous(), cols.contiguous()
         return fused.pull_stats(rows, cols, _whole(weight), divisors, upstream)
-    found = [torch.zeros_like(side) for side in (rows, cols)]
+    found = [torch.zeros_like(side, memory_format=WHOLE) for side in (rows, cols)]
     for out, side, divisor in zip(found, (rows, cols), divisors, strict=False):
         odds, share = _slots(side, weight)
         d = torch.sigmoid(odds) * share * (upstream / divisor)
@@ -97,7 +98,8 @@ def _pull_stats(*args: Any) -> tuple[Tensor, Tensor]:
 
 @_pull_stats.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(args[0]), torch.empty_like(args[1])
+    rows, cols = (torch.empty_like(side, memory_format=WHOLE) for side in args[:2])
+    return rows, cols
 
 
 _pull_stats.register_autograd(no_second_derivative, setup_context=save_nothing)
