@@ -54,7 +54,7 @@ class Job:
         """The root folder of an unpacked package, in the version of this system's release."""
         into = self._new(package)
         _run(["apt-get", "download", "-qq", package], into)
-        _run(["dpkg-deb", "--extract", str(_only(into, "*.deb")), "."], into)
+        _run(["dpkg-deb", "--extract", _only(into, "*.deb").name, "."], into)
         return into
 
     def _new(self, package: str) -> Path:
