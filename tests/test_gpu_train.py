@@ -7,7 +7,12 @@ import torch
 
 from test_train import config, losses, same, weights
 from test_train import train as train_on
+from tilewise.data.emoji import Emoji
+from tilewise.evaluate.embed import embed
 from tilewise.evaluate.ranking import ranks
+from tilewise.evaluate.suite import Suite
+from tilewise.train.build import make_model
+from tilewise.train.config import Config, EvalConfig
 from tilewise.train.setup import start
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +74,23 @@ def test_a_compiled_model_trains_as_it_does_without(tmp_path):
 def test_a_vit_of_open_clip_trains(tmp_path):
     made = config(tmp_path, model="ViT-B-32", train_data="synthetic:24,size=224", steps=3, lr=1e-4)
     assert all(map(math.isfinite, losses(train(made))))
+
+
+def test_a_gpu_measures_what_a_cpu_does():
+    """And there: features do not leave the device, nor does autocast round what ranks them."""
+    made = EvalConfig(retrieval=("emoji:style",), zero_shot=("emoji:style",), localise=(),
+                      probe=("emoji:style", "emoji:concepts"))  # fmt: skip
+    torch.manual_seed(0)
+    model = make_model(Config())
+    on_cpu = Suite(made).run(model)
+    model = model.cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        found = embed(model, Emoji("style"), batch=256)
+    assert found.images.features.is_cuda
+    assert found.labels.is_cuda
+    on_gpu = Suite(made).run(model)
+    for name, value in on_cpu.items():
+        assert on_gpu[name] == pytest.approx(value, rel=2e-2, abs=5e-3), name
 
 
 def test_a_constant_encoder_is_last_on_a_gpu_too():

@@ -1,5 +1,6 @@
 """Batches: the same samples whatever the ranks and workers, damaged ones replaced and counted."""
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -96,11 +97,20 @@ def test_all_damaged_is_an_error_that_says_so():
 
 
 def test_evaluation_leaves_damaged_samples_out():
-    found = list(in_order(Numbers(20, bad=7), 8))
+    found = list(in_order(Numbers(20, bad=7), 8, dict))
     assert [sample["id"] for samples, _ in found for sample in samples] == [
         n for n in range(20) if n % 7
     ]
     assert sum((bad for _, bad in found), Counter()) == {"image": 3}
+
+
+def test_evaluation_prepares_samples_where_they_are_loaded():
+    def signed(sample):
+        return {"id": sample["id"], "by": os.getpid()}
+
+    found = [each for samples, _ in in_order(Numbers(6), 4, signed, workers=1) for each in samples]
+    assert [each["id"] for each in found] == list(range(6))
+    assert os.getpid() not in {each["by"] for each in found}
 
 
 def test_texts_of_other_lengths_are_filled_up():

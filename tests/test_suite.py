@@ -188,6 +188,30 @@ def test_the_box_around_what_is_warm():
     assert overlap((0, 0, 2, 2), (2, 2, 3, 3)) == 0.0
 
 
+def walked(heat):
+    """`read_heat` pixel by pixel."""
+    warm = heat >= heat.mean() + (heat.max() - heat.mean()) / 2
+    y, x = divmod(int(heat.argmax()), heat.shape[1])
+    seen, ahead = {(y, x)}, [(y, x)]
+    while ahead:
+        at = ahead.pop()
+        around = [(at[0] + dy, at[1] + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+        inside = [(b, a) for b, a in around if 0 <= b < len(heat) and 0 <= a < heat.shape[1]]
+        new = [place for place in inside if warm[place] and place not in seen]
+        seen.update(new)
+        ahead += new
+    rows, columns = zip(*seen, strict=True)
+    return (x, y), (min(columns), min(rows), max(columns) + 1, max(rows) + 1)
+
+
+@pytest.mark.parametrize("block", [1, 4, 7])
+def test_what_is_warm_is_walked_in_blocks_as_in_pixels(block):
+    for seed in range(20):
+        coarse = torch.rand(9, 8, generator=torch.Generator().manual_seed(seed))
+        heat = coarse.repeat_interleave(block, 0).repeat_interleave(block + 1, 1)[3 % block :]
+        assert read_heat(heat) == walked(heat)
+
+
 def quick(tmp_path, *flags):
     fields = {"model": TINY, "train-data": "synthetic:60", "batch-size": "12",
               "micro-batch": "12", "steps": "2", "retrieval": "synthetic:9",

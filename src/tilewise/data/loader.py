@@ -195,29 +195,29 @@ class _Places:
 
 
 class _Tolerant(Dataset["Sample | DataError"]):
-    """Samples, or what is wrong with them."""
+    """Samples as they are prepared, or what is wrong with them."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, prepare: Callable[[Sample], Sample]) -> None:
+        self.source, self.prepare = source, prepare
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> "Sample | DataError":
         try:
-            return self.source[index]
+            return self.prepare(self.source[index])
         except DataError as error:
             return error
 
 
 def in_order(
-    source: Source, size: int, workers: int = 0
+    source: Source, size: int, prepare: Callable[[Sample], Sample], workers: int = 0
 ) -> Iterator[tuple[list[Sample], Counter[str]]]:
-    """All samples once, in storage order, for evaluation: those that are not damaged, and what
-    the others are.
+    """All samples once, in storage order, for evaluation: those that are not damaged, prepared
+    where they are loaded, and what the others are.
     """
     loader: DataLoader[Any] = DataLoader(
-        _Tolerant(source), batch_size=size, num_workers=workers, collate_fn=list
+        _Tolerant(source, prepare), batch_size=size, num_workers=workers, collate_fn=list
     )
     for found in loader:
         bad = Counter(each.kind for each in found if isinstance(each, DataError))

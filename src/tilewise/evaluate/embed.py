@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Side:
 
 @dataclass
 class Embedded:
-    """What a model makes of a data set, in host memory."""
+    """What a model makes of a data set, on the model's device: what is measured, is there."""
 
     images: Side | None = None
     texts: Side | None = None  # captions, or documents
@@ -46,19 +47,27 @@ def embed(
 ) -> Embedded:
     """All that the model can embed of each sample; the model is in eval mode."""
     view = View(model.image_size) if model.image_size else None
-    found = _Found(model, view, captions)
+    found = _Found(model, captions)
     bad: Counter[str] = Counter()
-    for samples, damaged in in_order(source, batch, workers):
+    for samples, damaged in in_order(source, batch, partial(_looked_at, view), workers):
         bad += damaged
         found.add(samples)
     return found.finished(batch, bad)
 
 
+def _looked_at(view: View | None, sample: Sample) -> Sample:
+    """With pixels (3, size, size) for an image, if the model takes images."""
+    rest = {name: value for name, value in sample.items() if name != "image"}
+    if view is None or "image" not in sample:
+        return rest
+    return {**rest, "pixels": view(sample["image"], MIDDLE)}
+
+
 class _Found:
     """Images as they come; texts, each once, at the end."""
 
-    def __init__(self, model: PairModel, view: View | None, captions: str) -> None:
-        self.model, self.view, self.captions = model, view, captions
+    def __init__(self, model: PairModel, captions: str) -> None:
+        self.model, self.captions = model, captions
         self.image_features: list[Tensor] = []
         self.image_ids: list[int] = []
         self.labels: list[int] = []
@@ -67,8 +76,9 @@ class _Found:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """A micro-batch."""
-        if self.view is not None and samples and "image" in samples[0]:
-            self.image_features.append(self._images(samples))
+        if samples and "pixels" in samples[0]:
+            pixels = torch.from_numpy(np.stack([each["pixels"] for each in samples]))
+            self.image_features.append(self.model.images(pixels.to(self.model.device)).float())
             self.image_ids += [each["id"] for each in samples]
             self.labels += [each.get("label", -1) for each in samples]
         for each in samples:
@@ -78,22 +88,20 @@ class _Found:
             if "query" in each:
                 self.queries.append((each["id"], each["query"]))
 
-    def _images(self, samples: Sequence[Sample]) -> Tensor:
-        assert self.view is not None
-        pixels = np.stack([self.view(each["image"], MIDDLE) for each in samples])
-        return self.model.images(torch.from_numpy(pixels).to(self.model.device)).float().cpu()
-
     def finished(self, batch: int, bad: Counter[str]) -> Embedded:
         """All of it."""
-        images = None
+        images, labels = None, None
         if self.image_features:
-            images = Side(torch.cat(self.image_features), torch.tensor(self.image_ids))
+            features = torch.cat(self.image_features)
+            images = Side(features, torch.tensor(self.image_ids, device=features.device))
+            if min(self.labels) >= 0:
+                labels = torch.tensor(self.labels, device=features.device)
         has_texts = bool(self.texts) and self.model.can("texts")
         return Embedded(
             images=images,
             texts=_text_side(list(self.texts), self.model.texts, batch) if has_texts else None,
             queries=_text_side(self.queries, self.model.texts, batch) if self.queries else None,
-            labels=torch.tensor(self.labels) if self.labels and min(self.labels) >= 0 else None,
+            labels=labels,
             bad=bad,
         )
 
@@ -112,8 +120,10 @@ def _text_side(
     pairs: Sequence[tuple[int, str]], encode: Callable[[list[str]], Tensor], batch: int
 ) -> Side:
     texts = [text for _, text in pairs]
-    parts = [encode(texts[i : i + batch]).float().cpu() for i in range(0, len(texts), batch)]
-    return Side(torch.cat(parts), torch.tensor([number for number, _ in pairs]), texts)
+    parts = [encode(texts[i : i + batch]).float() for i in range(0, len(texts), batch)]
+    features = torch.cat(parts)
+    ids = torch.tensor([number for number, _ in pairs], device=features.device)
+    return Side(features, ids, texts)
 
 
 def pixels_of(samples: Sequence[Sample], size: int = THUMB) -> list[Any]:

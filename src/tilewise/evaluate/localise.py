@@ -137,14 +137,18 @@ def read_heat(heat: Tensor) -> tuple[tuple[int, int], Box]:
     peak = int(heat.argmax())
     y, x = divmod(peak, heat.shape[1])
     warm = heat >= heat.mean() + LEVEL * (heat.max() - heat.mean())
+    # A tower's places are many pixels wide: equal rows, and equal columns, are walked as one.
+    warm, row_of = warm.unique_consecutive(dim=0, return_inverse=True)
+    warm, column_of = warm.unique_consecutive(dim=1, return_inverse=True)
     connected = torch.zeros_like(warm)
-    connected[y, x] = True
+    connected[row_of[y], column_of[x]] = True
     while True:
         grown = functional.max_pool2d(connected[None, None].float(), 3, 1, 1)[0, 0].bool() & warm
         if torch.equal(grown, connected):
             break
         connected = grown
-    rows, columns = (connected.any(axis).nonzero().flatten() for axis in (1, 0))
+    rows = connected.any(1)[row_of].nonzero().flatten()
+    columns = connected.any(0)[column_of].nonzero().flatten()
     return (x, y), (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
 
 

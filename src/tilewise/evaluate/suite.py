@@ -143,7 +143,7 @@ class Suite:
             found.texts.features[picks],
             found.images.features,
             min(BEST, len(found.images.features)),
-        )[1]
+        )[1].cpu()
         source = self.sources[name]
         rows = [pixels_of([source[int(i)] for i in row]) for row in best]
         hits = [
@@ -163,9 +163,7 @@ class Suite:
                 f"zero-shot classification needs images with labels; {name!r} has not both"
             )
         names = class_names(self.sources[name], self.config.classes)
-        vectors = class_vectors(
-            lambda texts: model.texts(texts).cpu(), names, templates(self.config)
-        )
+        vectors = class_vectors(model.texts, names, templates(self.config))
         return {
             f"zeroshot_{key}": value
             for key, value in zero_shot(found.images.features, vectors, found.labels).items()
@@ -207,12 +205,15 @@ def _plot_similarities(
         return
     (rows, cols), (row_ids, col_ids) = sides, ids
     first = {int(number): place for place, number in reversed(list(enumerate(col_ids.tolist())))}
-    own = torch.tensor([first.get(int(number), 0) for number in row_ids])
+    places = [first.get(number, 0) for number in row_ids.tolist()]
+    own = torch.tensor(places, device=col_ids.device)
     other = (own + len(cols) // 2) % len(cols)
-    matching, rest = ((rows * cols[places]).sum(1) for places in (own, other))
+    matching, rest = ((rows * cols[at]).sum(1) for at in (own, other))
     rest = rest[col_ids[other] != row_ids]
     if len(rest):
-        plots.plot_similarities(folder / f"similarities-{_plain(name)}.png", matching, rest, name)
+        plots.plot_similarities(
+            folder / f"similarities-{_plain(name)}.png", matching.cpu(), rest.cpu(), name
+        )
 
 
 def _plain(name: str) -> str:
