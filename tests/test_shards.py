@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import tarfile
 import warnings
 from collections import Counter
@@ -428,8 +429,25 @@ def test_indexes_are_kept_if_asked(tmp_path, monkeypatch):
     write_tar(path, simple(5))
     for file in kept.iterdir():
         file.write_bytes(file.read_bytes()[:-30])
-    assert len(Shards(path, index_folder=kept)) == 5
+    again = Shards(path, index_folder=kept)
+    assert len(again) == 5
     assert [*path.parent.iterdir()] == [path]
+    shutil.rmtree(kept)
+    with pytest.raises(DataError, match="was there and is not any more"):
+        again[0]
+
+
+def test_kept_indexes_take_no_memory(tmp_path):
+    """Whatever is held goes to another process: so much of it there is."""
+    sizes = {}
+    for count in (10, 1000):
+        write_tar(path := tmp_path / f"{count}.tar".rjust(9, "0"), simple(count))
+        held, kept = Shards(path), Shards(path, index_folder=tmp_path / "kept")
+        sizes[count] = len(pickle.dumps(held)), len(pickle.dumps(kept))
+        for at in range(0, count, 9):
+            same(held[at], kept[at])
+    assert sizes[1000][0] > sizes[10][0] + 10_000
+    assert sizes[1000][1] < sizes[10][1] + 10
 
 
 # Bad samples

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +18,15 @@ from typing import Any, SupportsIndex
 from tilewise.data import decode
 from tilewise.data.manifest import Manifest, read_manifest, sha256_of
 from tilewise.data.samples import OnDamage, Sample, default_id, place_of, sample_of, tell
-from tilewise.data.tarindex import TarIndex, index_tar
+from tilewise.data.tarindex import KeptIndex, TarIndex, index_tar
 from tilewise.errors import DataError, OptionError
 
 OPEN_FILES = 16  # kept open at a time, by each thread
 THREADS = 8  # that index shards: more than cores, since they wait for the disk
 CLASSES = "classes.txt"
 MANY = 32  # shards, from which on a bar is shown
+
+Index = TarIndex | KeptIndex
 
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "image": decode.decode_image,
@@ -49,8 +50,8 @@ class Shards:
     Args:
         pattern: a file, a folder of .tar files, a glob, or braces; several joined by "::".
         verify: also compare the SHA-256 of every shard that has one in a manifest: reads all.
-        index_folder: where to keep indexes for the next opening (it is made if need be); nothing
-            is written without it.
+        index_folder: where indexes are kept, for the next opening and instead of in memory (it is
+            made if need be); nothing is written without it.
         on_damage: told of each shard that is damaged, which is then left out, instead of raising.
         progress: whether to show a bar; None shows one for many shards to whoever watches.
     """
@@ -223,27 +224,27 @@ class _Opener:
         self.folder = None if folder is None else Path(folder)
         self.manifests = {one: read_manifest(one) for one in {path.parent for path in paths}}
 
-    def __iter__(self) -> Iterator[tuple[Path, TarIndex]]:
+    def __iter__(self) -> Iterator[tuple[Path, Index]]:
         with ThreadPoolExecutor(min(THREADS, len(self.paths))) as pool:
             try:
                 for path, found in zip(self.paths, pool.map(self.open, self.paths), strict=True):
-                    if isinstance(found, TarIndex):
-                        yield path, found
-                    else:
+                    if isinstance(found, DataError):
                         tell(found, self.on_damage)
+                    else:
+                        yield path, found
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def open(self, path: Path) -> TarIndex | DataError:
+    def open(self, path: Path) -> Index | DataError:
         """A shard's index, or what is wrong with it."""
         try:
-            index = index_tar(path) if self.folder is None else _kept(path, self.folder)
+            index: Index = index_tar(path) if self.folder is None else _kept(path, self.folder)
             self._check(path, index, self.manifests[path.parent])
         except DataError as error:
             return error
         return index
 
-    def _check(self, path: Path, index: TarIndex, manifest: Manifest | None) -> None:
+    def _check(self, path: Path, index: Index, manifest: Manifest | None) -> None:
         if manifest is None:
             return
         facts = manifest.get(path.name)
@@ -265,24 +266,17 @@ class _Opener:
                 )
 
 
-def _kept(path: Path, folder: Path) -> TarIndex:
+def _kept(path: Path, folder: Path) -> KeptIndex:
     """A shard's index from a folder, if it was put there when the shard was as it is now."""
     status = path.stat()
     facts = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
-    file = folder / f"{hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()}.npz"
+    file = folder / f"{hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()}.index"
     try:
-        return TarIndex.load(file)
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        KeyError,
-        zipfile.BadZipFile,
-    ):  # not there yet, or damaged: made again
+        return KeptIndex.open(file)
+    except (OSError, ValueError):  # not there yet, or damaged: made again
         index = index_tar(path)
         folder.mkdir(parents=True, exist_ok=True)
-        index.save(file)
-        return index
+        return index.save(file)
 
 
 def _decoded(data: dict[str, bytes], place: int, *, partly: bool) -> Sample:
@@ -300,7 +294,7 @@ def _decoded(data: dict[str, bytes], place: int, *, partly: bool) -> Sample:
     return sample
 
 
-def _watched(opener: _Opener, total: int, progress: bool | None) -> Iterable[tuple[Path, TarIndex]]:
+def _watched(opener: _Opener, total: int, progress: bool | None) -> Iterable[tuple[Path, Index]]:
     """The same, with a bar on standard error, unless it is unwanted or nobody watches."""
     if progress is False or (progress is None and (total < MANY or not sys.stderr.isatty())):
         return opener

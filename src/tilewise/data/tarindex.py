@@ -7,11 +7,12 @@ has its checksum, every member lies inside the file, and the end mark stands wit
 import os
 import re
 import secrets
+import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,12 @@ EXTENSIONS = {
 }  # fmt: skip
 PARTS = ("image", "features", "text", "json", "label")
 
+# An index in a file: a head (bytes of the shard, samples, members), starts, members.
+MAGIC = b"tilewise index 2"
+HEAD = struct.Struct("<16s3Q")
+START = np.dtype("<u4")
+MEMBER = np.dtype([("offset", "<u8"), ("size", "<u4"), ("part", "u1")])  # part: place in PARTS
+
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -45,46 +52,88 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TarIndex:
-    """The members of S samples, M in all; sample s has those in [starts[s], starts[s + 1])."""
+    """Where S samples are: s has the members in [starts[s], starts[s + 1])."""
 
     size: int  # of the shard in bytes
     starts: NDArray[np.uint32]  # (S + 1,)
-    parts: NDArray[np.uint8]  # (M,), places in PARTS
-    offsets: NDArray[np.int64]  # (M,)
-    sizes: NDArray[np.uint32]  # (M,)
+    found: NDArray[np.void]  # (M,) of MEMBER
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def save(self, path: Path) -> None:
-        """Write it to a file: whole, or not at all."""
-        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # ranks may do so together
-        with new.open("wb") as file:
-            np.savez(
-                file,
-                size=self.size,
-                starts=self.starts,
-                parts=self.parts,
-                offsets=self.offsets,
-                sizes=self.sizes,
-            )
-        new.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> "TarIndex":
-        """Read what `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
-            return cls(
-                int(file["size"]), *(file[name] for name in ("starts", "parts", "offsets", "sizes"))
-            )
-
-    def members(self, sample: int) -> Iterator[tuple[str, int, int]]:
+    def members(self, sample: int) -> list[tuple[str, int, int]]:
         """(part, offset, size) of each member of a sample; of equal parts the last one first.
 
         So that a dictionary of them holds the first one.
         """
-        for at in range(int(self.starts[sample + 1]) - 1, int(self.starts[sample]) - 1, -1):
-            yield PARTS[self.parts[at]], int(self.offsets[at]), int(self.sizes[at])
+        return _told(self.found[self.starts[sample] : self.starts[sample + 1]])
+
+    def save(self, path: Path) -> "KeptIndex":
+        """Write it to a file: whole, or not at all."""
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # ranks may do so together
+        with new.open("wb") as file:
+            file.write(HEAD.pack(MAGIC, self.size, len(self), len(self.found)))
+            file.write(self.starts.astype(START).tobytes())
+            file.write(self.found.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        return KeptIndex(path, self.size, len(self))
+
+
+@dataclass(frozen=True)
+class KeptIndex:
+    """A `TarIndex` that stays in its file, where each sample is looked up: no memory, however many.
+
+    All processes of a machine share what its cache of files has of it.
+    """
+
+    path: Path
+    size: int
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    @classmethod
+    def open(cls, path: Path) -> "KeptIndex":
+        """What `save` wrote, or a ValueError."""
+        with path.open("rb") as file:
+            head, there = file.read(HEAD.size), os.fstat(file.fileno()).st_size
+        magic, size, samples, members = HEAD.unpack(head) if len(head) == HEAD.size else (b"",) * 4
+        if magic != MAGIC or there != _place_of_members(samples) + members * MEMBER.itemsize:
+            raise ValueError(f"{path} is no index, or cut off")
+        return cls(path, size, samples)
+
+    def members(self, sample: int) -> list[tuple[str, int, int]]:
+        """As of a `TarIndex`."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise DataError(f"the index {self.path} was there and is not any more") from error
+        try:
+            at = HEAD.size + sample * START.itemsize
+            first, last = map(int, _read(descriptor, 2, at, START))
+            at = _place_of_members(self.samples) + first * MEMBER.itemsize
+            return _told(_read(descriptor, last - first, at, MEMBER))
+        finally:
+            os.close(descriptor)
+
+
+def _place_of_members(samples: int) -> int:
+    """In an index's file, behind the starts."""
+    return HEAD.size + (samples + 1) * START.itemsize
+
+
+def _read(descriptor: int, count: int, at: int, kind: np.dtype[Any]) -> NDArray[Any]:
+    data = os.pread(descriptor, count * kind.itemsize, at)
+    if len(data) != count * kind.itemsize:
+        raise DataError(f"want {count} entries of an index at byte {at}, got {len(data)} bytes")
+    return np.frombuffer(data, kind)
+
+
+def _told(found: NDArray[np.void]) -> list[tuple[str, int, int]]:
+    return [(PARTS[part], offset, size) for offset, size, part in found.tolist()[::-1]]
 
 
 def index_tar(path: Path) -> TarIndex:
@@ -92,7 +141,7 @@ def index_tar(path: Path) -> TarIndex:
 
     A sample without a part that we know counts, too, so that counts agree with webdataset's.
     """
-    starts, parts, offsets, sizes = [0], list[int](), list[int](), list[int]()
+    starts, found = [0], list[tuple[int, int, int]]()
     key, seen = None, set[str]()
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -103,26 +152,19 @@ def index_tar(path: Path) -> TarIndex:
                 continue
             if name != key:
                 key, seen = name, set()
-                starts.append(len(parts))
+                starts.append(len(found))
             if extension in seen:
                 raise DataError(f"two members {member.name!r} of one sample; {REMEDY}", "shard")
             seen.add(extension)
             if extension in EXTENSIONS:
-                parts.append(PARTS.index(EXTENSIONS[extension]))
-                offsets.append(member.offset)
-                sizes.append(member.size)
-            starts[-1] = len(parts)
+                part = PARTS.index(EXTENSIONS[extension])
+                found.append((member.offset, member.size, part))
+            starts[-1] = len(found)
     except DataError as error:
         raise DataError(f"shard {path}: {error}", error.kind) from error
     finally:
         os.close(descriptor)
-    return TarIndex(
-        size,
-        np.array(starts, np.uint32),
-        np.array(parts, np.uint8),
-        np.array(offsets, np.int64),
-        np.array(sizes, np.uint32),
-    )
+    return TarIndex(size, np.array(starts, START), np.array(found, MEMBER))
 
 
 def split_name(name: str) -> tuple[str | None, str]:

@@ -91,7 +91,8 @@ class DataConfig:
     workers: int = 0
     """Processes that load; 0 loads beside the training, in a thread."""
     index_folder: str = ""
-    """Folder where the indexes of shards are kept, so that their headers are read once."""
+    """Folder where the indexes of shards are kept: headers are read once, and no memory is taken by
+    what is in the files; for millions of samples."""
     shuffle_window: int = 0
     """Samples that are shuffled among themselves, in storage order otherwise; 0 for all."""
     crop_scale: float = 0.9
