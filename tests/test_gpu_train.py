@@ -8,7 +8,7 @@ import torch
 from test_train import config, losses, same, weights
 from test_train import train as train_on
 from tilewise.data.emoji import Emoji
-from tilewise.evaluate.embed import embed
+from tilewise.evaluate.embed import Embedder
 from tilewise.evaluate.ranking import ranks
 from tilewise.evaluate.suite import Suite
 from tilewise.train.build import make_model
@@ -85,7 +85,7 @@ def test_a_gpu_measures_what_a_cpu_does():
     on_cpu = Suite(made).run(model)
     model = model.cuda()
     with torch.autocast("cuda", torch.bfloat16):
-        found = embed(model, Emoji("style"), batch=256)
+        found = Embedder(model, 256).embed(Emoji("style"))
     assert found.images.features.is_cuda
     assert found.labels.is_cuda
     on_gpu = Suite(made).run(model)

@@ -97,7 +97,7 @@ def test_all_damaged_is_an_error_that_says_so():
 
 
 def test_evaluation_leaves_damaged_samples_out():
-    found = list(in_order(Numbers(20, bad=7), 8, dict))
+    found = list(in_order(Numbers(20, bad=7), [range(8), range(8, 20)], dict))
     assert [sample["id"] for samples, _ in found for sample in samples] == [
         n for n in range(20) if n % 7
     ]
@@ -108,8 +108,9 @@ def test_evaluation_prepares_samples_where_they_are_loaded():
     def signed(sample):
         return {"id": sample["id"], "by": os.getpid()}
 
-    found = [each for samples, _ in in_order(Numbers(6), 4, signed, workers=1) for each in samples]
-    assert [each["id"] for each in found] == list(range(6))
+    loaded = in_order(Numbers(6), [range(4), range(3, 6)], signed, workers=1)
+    found = [each for samples, _ in loaded for each in samples]
+    assert [each["id"] for each in found] == [0, 1, 2, 3, 3, 4, 5]
     assert os.getpid() not in {each["by"] for each in found}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import ranks
 from tilewise.cli import main
 from tilewise.data.sources import open_source
 from tilewise.errors import CheckpointError, DataError, OptionError
@@ -19,7 +20,7 @@ from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
 from tilewise.train.config import EvalConfig
-from tilewise.train.setup import _device, _told
+from tilewise.train.setup import Ranks, _device, _told
 
 TINY = str(Path(__file__).parent / "tiny.json")
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -114,6 +115,39 @@ def test_retrieval_with_several_captions(folder, tmp_path):
         assert found[f"{name}/text_to_image_R@1"] == 1.0
         assert found[f"{name}/image_to_text_gallery"] == gallery
     assert len(list((tmp_path / "out").glob("*.png"))) == 2
+
+
+class Counted(Colours):
+    """Counts the images that it is shown, and has a running mean that training gave it."""
+
+    def __init__(self, mean=0.0):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean))
+        self.seen = []
+
+    def images(self, pixels):
+        self.seen.append(len(pixels))
+        return super().images(pixels + self.mean)
+
+
+def on_ranks(rank, config):
+    model = Counted(mean=float(rank))
+    found = Suite(config, ranks=Ranks(rank, 3, torch.device("cpu"))).run(model)
+    return found, model.seen, float(model.mean)
+
+
+def test_ranks_share_an_evaluation(folder, tmp_path):
+    """13 images and 3 more, two at a time or one; nothing is left of the last part."""
+    (folder / "red" / "4.jpg").write_bytes(b"no image")
+    own, pairs = str(folder), table(tmp_path, folder)
+    for batch, seen in ((2, [[2, 2, 2, 1], [1, 2, 2, 1], [1, 2, 2, 1]]), (1, [[1] * 6] * 3)):
+        config = EvalConfig(retrieval=(pairs,), zero_shot=(own,), probe=(own, own),
+                            captions="all", eval_batch=batch)  # fmt: skip
+        alone = Suite(config).run(Counted())
+        for rank, (found, shown, mean) in enumerate(ranks.run(on_ranks, 3, config)):
+            assert found == alone
+            assert mean == 0.0
+            assert shown == seen[rank]
 
 
 def test_what_an_evaluation_needs(folder, tmp_path):

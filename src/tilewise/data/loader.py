@@ -211,13 +211,17 @@ class _Tolerant(Dataset["Sample | DataError"]):
 
 
 def in_order(
-    source: Source, size: int, prepare: Callable[[Sample], Sample], workers: int = 0
+    source: Source,
+    batches: Sequence[range],
+    prepare: Callable[[Sample], Sample],
+    workers: int = 0,
 ) -> Iterator[tuple[list[Sample], Counter[str]]]:
-    """All samples once, in storage order, for evaluation: those that are not damaged, prepared
-    where they are loaded, and what the others are.
+    """Samples by their places, for evaluation: those that are not damaged, prepared where they are
+    loaded, and what the others are.
     """
+    places: Any = batches  # DataLoader is said to take lists only
     loader: DataLoader[Any] = DataLoader(
-        _Tolerant(source, prepare), batch_size=size, num_workers=workers, collate_fn=list
+        _Tolerant(source, prepare), batch_sampler=places, num_workers=workers, collate_fn=list
     )
     for found in loader:
         bad = Counter(each.kind for each in found if isinstance(each, DataError))

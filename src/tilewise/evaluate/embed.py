@@ -1,14 +1,15 @@
-"""Features of a whole data set, micro-batch by micro-batch."""
+"""Features of a whole data set, micro-batch by micro-batch, by all ranks together."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.data.loader import in_order
@@ -16,6 +17,9 @@ from tilewise.data.samples import Sample, Source
 from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
+from tilewise.train.setup import ALONE, Ranks
+
+T = TypeVar("T")
 
 MIDDLE = np.full(CHANCES, 0.5)  # what an evaluation draws: nothing
 TRIED = 100  # samples, to find one that is not damaged
@@ -42,17 +46,111 @@ class Embedded:
     bad: Counter[str] = field(default_factory=Counter)
 
 
-def embed(
-    model: PairModel, source: Source, *, batch: int, captions: str = "first", workers: int = 0
-) -> Embedded:
-    """All that the model can embed of each sample; the model is in eval mode."""
-    view = View(model.image_size) if model.image_size else None
-    found = _Found(model, captions)
-    bad: Counter[str] = Counter()
-    for samples, damaged in in_order(source, batch, partial(_looked_at, view), workers):
-        bad += damaged
-        found.add(samples)
-    return found.finished(batch, bad)
+@dataclass
+class Part:
+    """What a micro-batch of samples came to, in host memory."""
+
+    bad: Counter[str]
+    features: list[Tensor] = field(default_factory=list)  # of images, (n, D)
+    image_ids: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    texts: list[tuple[int, str]] = field(default_factory=list)
+    queries: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A model in eval mode, and the ranks that share the work: micro-batch k is that of rank k
+    modulo their number, and all of them get all features.
+    """
+
+    model: PairModel
+    batch: int
+    captions: str = "first"
+    workers: int = 0
+    ranks: Ranks = ALONE
+
+    def embed(self, source: Source) -> Embedded:
+        """All that the model can embed of each sample."""
+        view = View(self.model.image_size) if self.model.image_size else None
+        spans = self._spans(len(source))
+        own = [spans[k] for k in self._own(len(spans))]
+        loaded = in_order(source, own, partial(_looked_at, view), self.workers)
+        parts = self._of_all([self._part(*found) for found in loaded], len(spans))
+        texts = list(dict.fromkeys(text for part in parts for text in part.texts))
+        queries = [query for part in parts for query in part.queries]
+        return Embedded(
+            images=self._images(parts),
+            texts=self._text_side(texts) if texts and self.model.can("texts") else None,
+            queries=self._text_side(queries) if queries else None,
+            labels=self._labels(parts),
+            bad=sum((part.bad for part in parts), Counter[str]()),
+        )
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Features (n, D) of texts."""
+        spans = self._spans(len(texts))
+        own = [self.model.texts(list(texts[spans[k].start : spans[k].stop])).float().cpu()
+               for k in self._own(len(spans))]  # fmt: skip
+        return torch.cat(self._of_all(own, len(spans))).to(self.model.device)
+
+    def _spans(self, count: int) -> list[range]:
+        """Places of each micro-batch."""
+        return [range(i, min(i + self.batch, count)) for i in range(0, count, self.batch)]
+
+    def _own(self, count: int) -> list[int]:
+        """Which micro-batches are this rank's; past the end the last one again, because sharded
+        weights are put together by all ranks, as often as any needs them.
+        """
+        world = self.ranks.world
+        rounds = range(-(-count // world))
+        return [min(each * world + self.ranks.rank, count - 1) for each in rounds]
+
+    def _of_all(self, own: list[T], count: int) -> list[T]:
+        """What all ranks have, in the order of micro-batches."""
+        found, world = self.ranks.gather(own), self.ranks.world
+        return [found[k % world][k // world] for k in range(count)]
+
+    def _part(self, samples: Sequence[Sample], bad: Counter[str]) -> Part:
+        part = Part(bad)
+        if samples and "pixels" in samples[0]:
+            pixels = np.stack([each["pixels"] for each in samples])
+            part.features.append(self._of_pixels(pixels))
+            part.image_ids = [each["id"] for each in samples]
+            part.labels = [each.get("label", -1) for each in samples]
+        elif not samples and self.ranks.world > 1 and (side := self.model.image_size):
+            # All damaged: in step with the others nevertheless.
+            self._of_pixels(np.zeros((1, 3, side, side), np.uint8))
+        for each in samples:
+            texts = each.get("text", (each["positive"],) if "positive" in each else ())
+            part.texts += [
+                (each["id"], text) for text in (texts if self.captions == "all" else texts[:1])
+            ]
+            if "query" in each:
+                part.queries.append((each["id"], each["query"]))
+        return part
+
+    def _of_pixels(self, pixels: NDArray[np.uint8]) -> Tensor:
+        """Features (n, D) of images (n, 3, size, size)."""
+        return self.model.images(torch.from_numpy(pixels).to(self.model.device)).float().cpu()
+
+    def _images(self, parts: Sequence[Part]) -> Side | None:
+        features = [own for part in parts for own in part.features]
+        ids = [number for part in parts for number in part.image_ids]
+        return self._side(torch.cat(features), ids) if features else None
+
+    def _labels(self, parts: Sequence[Part]) -> Tensor | None:
+        labels = [label for part in parts for label in part.labels]
+        known = bool(labels) and min(labels) >= 0
+        return torch.tensor(labels, device=self.model.device) if known else None
+
+    def _text_side(self, pairs: Sequence[tuple[int, str]]) -> Side:
+        texts = [text for _, text in pairs]
+        return self._side(self.encode(texts), [number for number, _ in pairs], texts)
+
+    def _side(self, features: Tensor, ids: list[int], texts: Sequence[str] = ()) -> Side:
+        place = self.model.device
+        return Side(features.to(place), torch.tensor(ids, device=place), list(texts))
 
 
 def _looked_at(view: View | None, sample: Sample) -> Sample:
@@ -63,49 +161,6 @@ def _looked_at(view: View | None, sample: Sample) -> Sample:
     return {**rest, "pixels": view(sample["image"], MIDDLE)}
 
 
-class _Found:
-    """Images as they come; texts, each once, at the end."""
-
-    def __init__(self, model: PairModel, captions: str) -> None:
-        self.model, self.captions = model, captions
-        self.image_features: list[Tensor] = []
-        self.image_ids: list[int] = []
-        self.labels: list[int] = []
-        self.texts: dict[tuple[int, str], None] = {}
-        self.queries: list[tuple[int, str]] = []
-
-    def add(self, samples: Sequence[Sample]) -> None:
-        """A micro-batch."""
-        if samples and "pixels" in samples[0]:
-            pixels = torch.from_numpy(np.stack([each["pixels"] for each in samples]))
-            self.image_features.append(self.model.images(pixels.to(self.model.device)).float())
-            self.image_ids += [each["id"] for each in samples]
-            self.labels += [each.get("label", -1) for each in samples]
-        for each in samples:
-            texts = each.get("text", (each["positive"],) if "positive" in each else ())
-            for text in texts if self.captions == "all" else texts[:1]:
-                self.texts.setdefault((each["id"], text))
-            if "query" in each:
-                self.queries.append((each["id"], each["query"]))
-
-    def finished(self, batch: int, bad: Counter[str]) -> Embedded:
-        """All of it."""
-        images, labels = None, None
-        if self.image_features:
-            features = torch.cat(self.image_features)
-            images = Side(features, torch.tensor(self.image_ids, device=features.device))
-            if min(self.labels) >= 0:
-                labels = torch.tensor(self.labels, device=features.device)
-        has_texts = bool(self.texts) and self.model.can("texts")
-        return Embedded(
-            images=images,
-            texts=_text_side(list(self.texts), self.model.texts, batch) if has_texts else None,
-            queries=_text_side(self.queries, self.model.texts, batch) if self.queries else None,
-            labels=labels,
-            bad=bad,
-        )
-
-
 def first_sound(source: Source) -> Sample:
     """The first sample that is not damaged."""
     for index in range(min(len(source), TRIED)):
@@ -114,16 +169,6 @@ def first_sound(source: Source) -> Sample:
         except DataError as error:
             last = error
     raise DataError(f"the first {TRIED} samples are damaged; the last: {last}") from last
-
-
-def _text_side(
-    pairs: Sequence[tuple[int, str]], encode: Callable[[list[str]], Tensor], batch: int
-) -> Side:
-    texts = [text for _, text in pairs]
-    parts = [encode(texts[i : i + batch]).float() for i in range(0, len(texts), batch)]
-    features = torch.cat(parts)
-    ids = torch.tensor([number for number, _ in pairs], device=features.device)
-    return Side(features, ids, texts)
 
 
 def pixels_of(samples: Sequence[Sample], size: int = THUMB) -> list[Any]:

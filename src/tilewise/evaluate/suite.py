@@ -18,11 +18,12 @@ from tilewise.evaluate.classify import (
     linear_probe,
     zero_shot,
 )
-from tilewise.evaluate.embed import Embedded, class_names, embed, first_sound, pixels_of
+from tilewise.evaluate.embed import Embedded, Embedder, class_names, first_sound, pixels_of
 from tilewise.evaluate.localise import localise
 from tilewise.evaluate.ranking import image_text_metrics, retrieval_metrics, top
 from tilewise.models.base import PairModel, evaluating
 from tilewise.train.config import EvalConfig
+from tilewise.train.setup import ALONE, Ranks
 
 SHOWN, BEST = 6, 5  # texts in the picture of results, and images of each
 
@@ -34,6 +35,7 @@ class Suite:
     config: EvalConfig
     workers: int = 0
     index_folder: str = ""
+    ranks: Ranks = ALONE
     sources: dict[str, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,13 +82,16 @@ class Suite:
     def run(
         self, model: PairModel, folder: Path | None = None, *, whole: bool = True
     ) -> dict[str, float]:
-        """Metrics by "data/metric"; with a folder, pictures in it; not whole: what is quick."""
+        """Metrics by "data/metric"; with a folder, pictures in it; not whole: what is quick.
+
+        All ranks call it, and get the same.
+        """
+        config = self.config
+        embedder = Embedder(model, config.eval_batch, config.captions, self.workers, self.ranks)
         with evaluating(model):
-            found = dict[str, Embedded]()
-            for name in dict.fromkeys(
-                (*self.config.retrieval, *self.config.zero_shot, *self.config.probe)
-            ):
-                found[name] = self._embedded(model, name)
+            self.ranks.align(model)
+            names = dict.fromkeys((*config.retrieval, *config.zero_shot, *config.probe))
+            found = {name: embedder.embed(self.sources[name]) for name in names}
             metrics = {
                 f"{name}/damaged": float(sum(each.bad.values()))
                 for name, each in found.items()
@@ -95,7 +100,7 @@ class Suite:
             for name in self.config.retrieval:
                 metrics |= _named(name, self._retrieval(found[name], name, folder))
             for name in self.config.zero_shot:
-                metrics |= _named(name, self._zero_shot(model, found[name], name))
+                metrics |= _named(name, self._zero_shot(embedder, found[name], name))
             if self.config.probe:
                 metrics |= _named(
                     self.config.probe[1], _probe(*(found[name] for name in self.config.probe))
@@ -104,16 +109,6 @@ class Suite:
             for name in self.config.localise if whole else ():
                 metrics |= _named(name, localise(model, self.sources[name], folder=folder))
         return metrics
-
-    def _embedded(self, model: PairModel, name: str) -> Embedded:
-        config = self.config
-        return embed(
-            model,
-            self.sources[name],
-            batch=config.eval_batch,
-            captions=config.captions,
-            workers=self.workers,
-        )
 
     def _retrieval(self, found: Embedded, name: str, folder: Path | None) -> dict[str, float]:
         if found.queries is not None and found.texts is not None:
@@ -157,13 +152,14 @@ class Suite:
             hits,
         )
 
-    def _zero_shot(self, model: PairModel, found: Embedded, name: str) -> dict[str, float]:
+    def _zero_shot(self, embedder: Embedder, found: Embedded, name: str) -> dict[str, float]:
         if found.images is None or found.labels is None:
             raise DataError(
                 f"zero-shot classification needs images with labels; {name!r} has not both"
             )
         names = class_names(self.sources[name], self.config.classes)
-        vectors = class_vectors(model.texts, names, templates(self.config))
+        together = embedder.batch * self.ranks.world
+        vectors = class_vectors(embedder.encode, names, templates(self.config), chunk=together)
         return {
             f"zeroshot_{key}": value
             for key, value in zero_shot(found.images.features, vectors, found.labels).items()

@@ -48,25 +48,32 @@ def eval_command(args: Sequence[str]) -> int:
     place, flags = _first(args, "")
     found, base = _found(place)
     config = configfile.with_flags(base, flags, prog="tilewise eval [RUN]")
-    suite = Suite(config.eval, config.data.workers, config.data.index_folder)
+    ranks = start(config.run.device, config.run.timeout_s)
+    suite = Suite(config.eval, config.data.workers, config.data.index_folder, ranks)
     model = _loaded(config, found)
     suite.check(model)
-    device = start(config.run.device, config.run.timeout_s).device
     folder = (
         Path(config.run.runs) / "eval"
         if found is None
         else found.parent.parent / f"eval-{found.name}"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    with autocast(config, device):
-        metrics = suite.run(model.to(device), folder)
+    with autocast(config, ranks.device):
+        metrics = suite.run(model.to(ranks.device), folder if ranks.is_first else None)
+    ranks.stop()
+    if ranks.is_first:
+        _tell(metrics, folder)
+    return 0
+
+
+def _tell(metrics: dict[str, float], folder: Path) -> None:
+    """Write and print what was measured."""
     save_metrics(folder / "metrics.json", metrics)
     console = need("rich.console").Console()
     console.print(metrics_table(metrics))
     console.print(
         f"saved to {folder}: metrics.json, pictures (*.png)", highlight=False, soft_wrap=True
     )
-    return 0
 
 
 def export_command(args: Sequence[str]) -> int:

@@ -63,12 +63,13 @@ class Trainer:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         # What can be wrong is found before anything is written.
-        self.suite = Suite(config.eval, config.data.workers, config.data.index_folder)
-        source = open_source(config.data.train_data, index_folder=config.data.index_folder or None)
+        data = config.data
+        self.suite = Suite(config.eval, data.workers, data.index_folder, ranks)
+        source = open_source(data.train_data, index_folder=data.index_folder or None)
         _check_batch(config, ranks)
         self.model: PairModel = make_model(config).to(ranks.device)
         self.suite.check(self.model)
-        self.source = self._cached(source) if config.data.feature_cache else source
+        self.source = self._cached(source) if data.feature_cache else source
         self.batches = self._batches()
         _check_sample(self.batches)
         self.stepper = Stepper(config, ranks, self.model)

@@ -57,6 +57,20 @@ class Ranks:
         dist.broadcast_object_list(box, device=self.device if self.device.type == "cuda" else None)
         return box[0]
 
+    def gather(self, thing: Any) -> list[Any]:
+        """What each rank has, on all of them, in host memory."""
+        if self.world == 1:
+            return [thing]
+        found = [None] * self.world
+        dist.all_gather_object(found, thing)
+        return found
+
+    def align(self, model: nn.Module) -> None:
+        """Give all ranks what the first has counted in training: running means and the like."""
+        for buffer in model.buffers() if self.world > 1 else ():
+            if buffer.is_floating_point():
+                dist.broadcast(buffer, 0)
+
     def wait(self) -> None:
         """Until all are here."""
         if self.world > 1:
@@ -67,6 +81,9 @@ class Ranks:
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def start(device: str, timeout_s: float) -> Ranks:
