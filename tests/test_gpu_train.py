@@ -9,8 +9,9 @@ from test_train import config, losses, same, weights
 from test_train import train as train_on
 from tilewise.data.emoji import Emoji
 from tilewise.evaluate.embed import Embedder
-from tilewise.evaluate.ranking import ranks
+from tilewise.evaluate.ranking import image_text_metrics, ranks
 from tilewise.evaluate.suite import Suite
+from tilewise.models.base import evaluating
 from tilewise.train.build import make_model
 from tilewise.train.config import Config, EvalConfig
 from tilewise.train.setup import start
@@ -77,17 +78,20 @@ def test_a_vit_of_open_clip_trains(tmp_path):
 
 
 def test_a_gpu_measures_what_a_cpu_does():
-    """And there: features do not leave the device, nor does autocast round what ranks them."""
+    """On the device itself; autocast, which rounds features, does not round what ranks them."""
     made = EvalConfig(retrieval=("emoji:style",), zero_shot=("emoji:style",), localise=(),
                       probe=("emoji:style", "emoji:concepts"))  # fmt: skip
     torch.manual_seed(0)
     model = make_model(Config())
     on_cpu = Suite(made).run(model)
     model = model.cuda()
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", torch.bfloat16), evaluating(model):
         found = Embedder(model, 256).embed(Emoji("style"))
-    assert found.images.features.is_cuda
-    assert found.labels.is_cuda
+        sides = [found.images.features, found.texts.features, found.images.ids, found.texts.ids]
+        assert all(side.is_cuda for side in (*sides, found.labels))
+        there = image_text_metrics(*sides)
+    here = image_text_metrics(*(side.cpu() for side in sides))
+    assert there == pytest.approx(here, rel=1e-3, abs=2e-3)
     on_gpu = Suite(made).run(model)
     shares = {name for name in on_cpu if not name.endswith("penalty")}  # which is picked, not said
     for name in shares:

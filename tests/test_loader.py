@@ -104,10 +104,11 @@ def test_evaluation_leaves_damaged_samples_out():
     assert sum((bad for _, bad in found), Counter()) == {"image": 3}
 
 
-def test_evaluation_prepares_samples_where_they_are_loaded():
-    def signed(sample):
-        return {"id": sample["id"], "by": os.getpid()}
+def signed(sample):
+    return {"id": sample["id"], "by": os.getpid()}
 
+
+def test_evaluation_prepares_samples_where_they_are_loaded():
     loaded = in_order(Numbers(6), [range(4), range(3, 6)], signed, workers=1)
     found = [each for samples, _ in loaded for each in samples]
     assert [each["id"] for each in found] == [0, 1, 2, 3, 3, 4, 5]

@@ -433,8 +433,42 @@ def test_indexes_are_kept_if_asked(tmp_path, monkeypatch):
     assert len(again) == 5
     assert [*path.parent.iterdir()] == [path]
     shutil.rmtree(kept)
-    with pytest.raises(DataError, match="was there and is not any more"):
+    with pytest.raises(DataError, match="was there and cannot be opened") as told:
         again[0]
+    assert told.value.kind == "missing"
+
+
+def test_a_kept_index_tells_of_every_damage(tmp_path):
+    """A bit is turned over, wherever: the index is made again, or the sample counts as damaged."""
+    write_tar(path := tmp_path / "1.tar", simple(3))
+    truth, kept = list(Shards(path)), tmp_path / "kept"
+    Shards(path, index_folder=kept)
+    (file,) = kept.iterdir()
+    whole, told = file.read_bytes(), Counter()
+    for place in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        damaged = Shards(path, index_folder=kept)
+        told["made again"] += file.read_bytes() == whole
+        for at, wanted in enumerate(truth):
+            try:
+                same(damaged[at], wanted)
+            except DataError as error:
+                told[error.kind] += 1
+    assert set(told) == {"made again", "index"}
+    assert told["made again"] == 8 * 44  # the head
+    assert told["index"] > 8 * (len(whole) - 44 - 8)  # all but the checksum past the end
+
+
+def test_where_indexes_are_kept(tmp_path, monkeypatch):
+    write_tar(path := tmp_path / "1.tar", simple(3))
+    monkeypatch.chdir(tmp_path)
+    kept = Shards(path, index_folder="kept")
+    monkeypatch.chdir("/")
+    same(kept[1], Shards(path)[1])
+    with pytest.raises(tw.OptionError, match="index_folder must be a folder that can be written"):
+        Shards(path, index_folder=path)
 
 
 def test_kept_indexes_take_no_memory(tmp_path):

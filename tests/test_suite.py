@@ -15,6 +15,7 @@ import ranks
 from tilewise.cli import main
 from tilewise.data.sources import open_source
 from tilewise.errors import CheckpointError, DataError, OptionError
+from tilewise.evaluate.embed import Embedder
 from tilewise.evaluate.localise import make_scene, overlap, read_heat
 from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel
@@ -150,6 +151,28 @@ def test_ranks_share_an_evaluation(folder, tmp_path):
             assert shown == seen[rank]
 
 
+def test_samples_without_an_image_count_as_damaged(folder, tmp_path):
+    """Whatever the micro-batch: their neighbours stay."""
+    rows = [{"image": f"images/{name}/0.jpg", "caption": name} for name in COLOURS]
+    rows[1:1] = [{"caption": "none"}, {"caption": "no picture"}]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for batch in (1, 2, 3, 8):
+        source = open_source(str(tmp_path / "some.jsonl"))
+        found = Embedder(Colours(), batch).embed(source)
+        assert found.bad == {"image": 2}
+        assert len(found.images.features) == len(found.texts.features) == 3
+
+
+def test_texts_alone_ask_for_no_images(tmp_path):
+    rows = [{"query": name, "positive": f"{name} thing"} for name in COLOURS]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = Counted()
+    found = Embedder(model, 2).embed(open_source(str(tmp_path / "texts.jsonl")))
+    assert found.images is None
+    assert len(found.queries.features) == 3
+    assert model.seen == []
+
+
 def test_what_an_evaluation_needs(folder, tmp_path):
     with pytest.raises(DataError, match="retrieval needs image and text"):
         Suite(EvalConfig(retrieval=(str(folder),), zero_shot=())).check(Colours())
@@ -273,17 +296,27 @@ def test_train_eval_and_export_as_commands(tmp_path, capsys):
     assert "no checkpoint" in capsys.readouterr().err
 
 
-def test_torchrun_trains(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [sys.executable, *torchrun, "-m", "tilewise", *quick(tmp_path), "--device", "cpu"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+def torchrun(*command):
+    """What two ranks print."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=env
-    )
+        [sys.executable, *launch, "-m", "tilewise", *command, "--device", "cpu"],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "on 2 x cpu" in done.stdout
     assert done.stdout.count("saved to") == 1, "one rank prints"
-    assert (tmp_path / "run" / "metrics.json").exists()
+    return done.stdout
+
+
+def test_torchrun_trains_and_evaluates(tmp_path):
+    assert "on 2 x cpu" in torchrun(*quick(tmp_path), "--eval-batch", "2")
+    run = tmp_path / "run"
+    trained = (run / "metrics.json").read_text()
+    torchrun("eval", str(run))
+    assert (run / "eval-step-00000002" / "metrics.json").read_text() == trained
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert (run / "eval-step-00000002" / "metrics.json").read_text() == trained
 
 
 def test_slurm_tells_who_is_who(monkeypatch):

@@ -227,7 +227,11 @@ def on_ranks(rank, made, world):
 
 @pytest.mark.parametrize(
     ("world", "how"),
-    [(2, {}), (3, {}), (2, {"dist": "fsdp", "ema": 0.9, "retrieval": ["synthetic:9"]})],
+    [
+        (2, {}),
+        (3, {}),
+        (2, {"dist": "fsdp", "ema": 0.9, "retrieval": ["synthetic:9"], "eval_batch": 2}),
+    ],
     ids=str,
 )
 def test_ranks_train_as_one_does(tmp_path, world, how):

@@ -91,9 +91,10 @@ class Shards:
         shard = bisect.bisect_right(self._firsts, place) - 1
         within = place - self._firsts[shard]
         try:
-            members = self._indexes[shard].members(within)
+            file = self._open(shard)
+            members = file.lookup.members(within)
             wanted = [member for member in members if member[0] not in without]
-            data = {part: self._read(shard, offset, size) for part, offset, size in wanted}
+            data = {part: file.read(offset, size) for part, offset, size in wanted}
             return _decoded(data, place, partly=bool(without))
         except DataError as error:
             where = f"sample {place} ({within} of {self.paths[shard]})"
@@ -111,15 +112,14 @@ class Shards:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _files=_Files())
 
-    def _read(self, shard: int, offset: int, size: int) -> bytes:
-        """Bytes of a shard, at a place of its own: forks share files, but no position in them."""
+    def _open(self, shard: int) -> "_File":
+        """A shard to read from: forks share files, but no position in them."""
         files = self._files.open
-        file = files.pop(shard, None) or _File(self.paths[shard], self._indexes[shard].size)
-        data = file.read(offset, size)
+        file = files.pop(shard, None) or _File(self.paths[shard], self._indexes[shard])
         files[shard] = file  # the last one used
         while len(files) > OPEN_FILES:
             files.popitem(last=False)
-        return data
+        return file
 
 
 class _Files(threading.local):
@@ -130,17 +130,19 @@ class _Files(threading.local):
 
 
 class _File:
-    """An open shard, closed when nobody holds it any more."""
+    """An open shard and its index, closed when nobody holds it any more."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, index: Index) -> None:
         self.descriptor = -1
+        self.lookup = index.lookup()
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError as error:
             raise DataError("the shard was there and is not any more", "missing") from error
-        if (got := os.fstat(self.descriptor).st_size) != size:
+        if (got := os.fstat(self.descriptor).st_size) != index.size:
             raise DataError(
-                f"the shard had {size} bytes when it was opened and has {got} now; open it again",
+                f"the shard had {index.size} bytes when it was opened and has {got} now; open it "
+                "again",
                 "shard",
             )
 
@@ -221,7 +223,8 @@ class _Opener:
     ) -> None:
         self.paths = list(dict.fromkeys(paths))  # one that is named twice is read once
         self.verify, self.on_damage = verify, on_damage
-        self.folder = None if folder is None else Path(folder)
+        # What is looked up there later must not depend on where the process is then.
+        self.folder = None if folder is None else Path(folder).expanduser().absolute()
         self.manifests = {one: read_manifest(one) for one in {path.parent for path in paths}}
 
     def __iter__(self) -> Iterator[tuple[Path, Index]]:
@@ -275,8 +278,13 @@ def _kept(path: Path, folder: Path) -> KeptIndex:
         return KeptIndex.open(file)
     except (OSError, ValueError):  # not there yet, or damaged: made again
         index = index_tar(path)
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         return index.save(file)
+    except OSError as error:
+        raise OptionError(
+            f"index_folder must be a folder that can be written to, got {folder}: {error}"
+        ) from error
 
 
 def _decoded(data: dict[str, bytes], place: int, *, partly: bool) -> Sample:

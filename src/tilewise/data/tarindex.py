@@ -23,6 +23,7 @@ from tilewise.errors import DataError
 BLOCK = 512
 END = bytes(2 * BLOCK)
 LONGEST_EXTRA = 2**20  # bytes of a header's own data (a long name); more is no name
+LONGEST_SAMPLE = 2**16  # members
 LARGEST_MEMBER = 2**32 - 1  # bytes: sizes are held in 32 bits, and no part of a sample needs more
 REMEDY = "copy or write the shard again"
 
@@ -33,10 +34,10 @@ EXTENSIONS = {
 }  # fmt: skip
 PARTS = ("image", "features", "text", "json", "label")
 
-# An index in a file: a head (bytes of the shard, samples, members), starts, members.
+# An index in a file: a head (bytes of the shard, samples, members, checksum), starts, members.
 MAGIC = b"tilewise index 2"
-HEAD = struct.Struct("<16s3Q")
-START = np.dtype("<u4")
+HEAD = struct.Struct("<16s3QI")
+START = np.dtype([("first", "<u4"), ("sum", "<u4")])  # a sample's first member, and their checksum
 MEMBER = np.dtype([("offset", "<u8"), ("size", "<u4"), ("part", "u1")])  # part: place in PARTS
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -68,17 +69,42 @@ class TarIndex:
         """
         return _told(self.found[self.starts[sample] : self.starts[sample + 1]])
 
+    def lookup(self) -> "TarIndex":
+        """What has `members`."""
+        return self
+
     def save(self, path: Path) -> "KeptIndex":
         """Write it to a file: whole, or not at all."""
+        head = _Head(MAGIC, self.size, len(self), len(self.found))
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # ranks may do so together
-        with new.open("wb") as file:
-            file.write(HEAD.pack(MAGIC, self.size, len(self), len(self.found)))
-            file.write(self.starts.astype(START).tobytes())
-            file.write(self.found.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        try:
+            with new.open("wb") as file:
+                file.write(HEAD.pack(*head, _head_sum(head)))
+                file.write(self._starts_with_sums().tobytes())
+                file.write(self.found.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
         return KeptIndex(path, self.size, len(self))
+
+    def _starts_with_sums(self) -> NDArray[np.void]:
+        starts = np.zeros(len(self.starts), START)
+        starts["first"] = self.starts
+        for sample in range(len(self)):
+            own = self.found[self.starts[sample] : self.starts[sample + 1]]
+            starts["sum"][sample] = _sum_of(sample, own)
+        return starts
+
+
+class _Head(NamedTuple):
+    """What an index's file begins with."""
+
+    magic: bytes
+    size: int  # of the shard in bytes
+    samples: int
+    members: int
 
 
 @dataclass(frozen=True)
@@ -99,25 +125,59 @@ class KeptIndex:
     def open(cls, path: Path) -> "KeptIndex":
         """What `save` wrote, or a ValueError."""
         with path.open("rb") as file:
-            head, there = file.read(HEAD.size), os.fstat(file.fileno()).st_size
-        magic, size, samples, members = HEAD.unpack(head) if len(head) == HEAD.size else (b"",) * 4
-        if magic != MAGIC or there != _place_of_members(samples) + members * MEMBER.itemsize:
-            raise ValueError(f"{path} is no index, or cut off")
-        return cls(path, size, samples)
+            data, there = file.read(HEAD.size), os.fstat(file.fileno()).st_size
+        if len(data) < HEAD.size:
+            raise ValueError(f"{path} is cut off")
+        *facts, told = HEAD.unpack(data)
+        head = _Head(*facts)
+        wanted = _place_of_members(head.samples) + head.members * MEMBER.itemsize
+        if head.magic != MAGIC or told != _head_sum(head) or there != wanted:
+            raise ValueError(f"{path} is no index, or damaged")
+        return cls(path, head.size, head.samples)
+
+    def lookup(self) -> "_Lookup":
+        """What has `members`, with the file open."""
+        return _Lookup(self)
+
+
+class _Lookup:
+    """The file of an index, closed when nobody holds it any more."""
+
+    def __init__(self, index: KeptIndex) -> None:
+        self.index, self.descriptor = index, -1
+        try:
+            self.descriptor = os.open(index.path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(
+                f"the index {index.path} was there and cannot be opened any more: {error}",
+                "missing",
+            ) from error
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
     def members(self, sample: int) -> list[tuple[str, int, int]]:
         """As of a `TarIndex`."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise DataError(f"the index {self.path} was there and is not any more") from error
-        try:
-            at = HEAD.size + sample * START.itemsize
-            first, last = map(int, _read(descriptor, 2, at, START))
-            at = _place_of_members(self.samples) + first * MEMBER.itemsize
-            return _told(_read(descriptor, last - first, at, MEMBER))
-        finally:
-            os.close(descriptor)
+        (first, wanted), (last, _) = self._read(2, HEAD.size + sample * START.itemsize, START)
+        at = _place_of_members(self.index.samples) + int(first) * MEMBER.itemsize
+        found = self._read(max(0, int(last) - int(first)), at, MEMBER)
+        if _sum_of(sample, found) != wanted:
+            raise self._damaged()
+        return _told(found)
+
+    def _read(self, count: int, at: int, kind: np.dtype[Any]) -> NDArray[np.void]:
+        # Not more than a sample may have: damage must not read gigabytes.
+        size = min(count, LONGEST_SAMPLE) * kind.itemsize
+        data = os.pread(self.descriptor, size, at)
+        if len(data) != size:
+            raise self._damaged()
+        return np.frombuffer(data, kind)
+
+    def _damaged(self) -> DataError:
+        return DataError(
+            f"the index {self.index.path} is damaged; delete it, it will be made again", "index"
+        )
 
 
 def _place_of_members(samples: int) -> int:
@@ -125,11 +185,13 @@ def _place_of_members(samples: int) -> int:
     return HEAD.size + (samples + 1) * START.itemsize
 
 
-def _read(descriptor: int, count: int, at: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    data = os.pread(descriptor, count * kind.itemsize, at)
-    if len(data) != count * kind.itemsize:
-        raise DataError(f"want {count} entries of an index at byte {at}, got {len(data)} bytes")
-    return np.frombuffer(data, kind)
+def _head_sum(head: _Head) -> int:
+    return zlib.crc32(repr(head).encode())
+
+
+def _sum_of(sample: int, found: NDArray[np.void]) -> int:
+    """Of a sample's members and its place: one that is looked up elsewhere is found out."""
+    return zlib.crc32(found.tobytes(), sample & 0xFFFFFFFF)
 
 
 def _told(found: NDArray[np.void]) -> list[tuple[str, int, int]]:
@@ -164,7 +226,7 @@ def index_tar(path: Path) -> TarIndex:
         raise DataError(f"shard {path}: {error}", error.kind) from error
     finally:
         os.close(descriptor)
-    return TarIndex(size, np.array(starts, START), np.array(found, MEMBER))
+    return TarIndex(size, np.array(starts, np.uint32), np.array(found, MEMBER))
 
 
 def split_name(name: str) -> tuple[str | None, str]:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.data.loader import in_order
@@ -47,11 +46,11 @@ class Embedded:
 
 
 @dataclass
-class Part:
+class _Found:
     """What a micro-batch of samples came to, in host memory."""
 
     bad: Counter[str]
-    features: list[Tensor] = field(default_factory=list)  # of images, (n, D)
+    features: Tensor | None = None  # of images, (n, D)
     image_ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     texts: list[tuple[int, str]] = field(default_factory=list)
@@ -72,11 +71,13 @@ class Embedder:
 
     def embed(self, source: Source) -> Embedded:
         """All that the model can embed of each sample."""
-        view = View(self.model.image_size) if self.model.image_size else None
+        # Decided once: sharded weights want as many forwards on every rank.
+        has_images = bool(self.model.image_size) and "image" in first_sound(source)
+        view = View(self.model.image_size) if has_images else None
         spans = self._spans(len(source))
         own = [spans[k] for k in self._own(len(spans))]
         loaded = in_order(source, own, partial(_looked_at, view), self.workers)
-        parts = self._of_all([self._part(*found) for found in loaded], len(spans))
+        parts = self._of_all([self._found(view, *each) for each in loaded], len(spans))
         texts = list(dict.fromkeys(text for part in parts for text in part.texts))
         queries = [query for part in parts for query in part.queries]
         return Embedded(
@@ -111,16 +112,16 @@ class Embedder:
         found, world = self.ranks.gather(own), self.ranks.world
         return [found[k % world][k // world] for k in range(count)]
 
-    def _part(self, samples: Sequence[Sample], bad: Counter[str]) -> Part:
-        part = Part(bad)
-        if samples and "pixels" in samples[0]:
-            pixels = np.stack([each["pixels"] for each in samples])
-            part.features.append(self._of_pixels(pixels))
+    def _found(self, view: View | None, samples: Sequence[Sample], bad: Counter[str]) -> _Found:
+        part = _Found(bad)
+        if view is not None:
+            # Where all are damaged, a black image keeps this rank in step with the others.
+            black = np.zeros((3, view.size, view.size), np.uint8)
+            pixels = torch.from_numpy(np.stack([each["pixels"] for each in samples] or [black]))
+            features = self.model.images(pixels.to(self.model.device)).float().cpu()
+            part.features = features[: len(samples)]
             part.image_ids = [each["id"] for each in samples]
             part.labels = [each.get("label", -1) for each in samples]
-        elif not samples and self.ranks.world > 1 and (side := self.model.image_size):
-            # All damaged: in step with the others nevertheless.
-            self._of_pixels(np.zeros((1, 3, side, side), np.uint8))
         for each in samples:
             texts = each.get("text", (each["positive"],) if "positive" in each else ())
             part.texts += [
@@ -130,16 +131,12 @@ class Embedder:
                 part.queries.append((each["id"], each["query"]))
         return part
 
-    def _of_pixels(self, pixels: NDArray[np.uint8]) -> Tensor:
-        """Features (n, D) of images (n, 3, size, size)."""
-        return self.model.images(torch.from_numpy(pixels).to(self.model.device)).float().cpu()
-
-    def _images(self, parts: Sequence[Part]) -> Side | None:
-        features = [own for part in parts for own in part.features]
+    def _images(self, parts: Sequence[_Found]) -> Side | None:
+        features = [part.features for part in parts if part.features is not None]
         ids = [number for part in parts for number in part.image_ids]
         return self._side(torch.cat(features), ids) if features else None
 
-    def _labels(self, parts: Sequence[Part]) -> Tensor | None:
+    def _labels(self, parts: Sequence[_Found]) -> Tensor | None:
         labels = [label for part in parts for label in part.labels]
         known = bool(labels) and min(labels) >= 0
         return torch.tensor(labels, device=self.model.device) if known else None
@@ -154,21 +151,24 @@ class Embedder:
 
 
 def _looked_at(view: View | None, sample: Sample) -> Sample:
-    """With pixels (3, size, size) for an image, if the model takes images."""
+    """With pixels (3, size, size) in place of its image, which it must have if there is a view."""
     rest = {name: value for name, value in sample.items() if name != "image"}
-    if view is None or "image" not in sample:
+    if view is None:
         return rest
+    if "image" not in sample:
+        raise DataError("want an image, as the first sample has one, got none", "image")
     return {**rest, "pixels": view(sample["image"], MIDDLE)}
 
 
 def first_sound(source: Source) -> Sample:
     """The first sample that is not damaged."""
-    for index in range(min(len(source), TRIED)):
+    last: DataError | None = None
+    for index in range(tried := min(len(source), TRIED)):
         try:
             return source[index]
         except DataError as error:
             last = error
-    raise DataError(f"the first {TRIED} samples are damaged; the last: {last}") from last
+    raise DataError(f"want a sound sample among the first {tried}; the last: {last}") from last
 
 
 def pixels_of(samples: Sequence[Sample], size: int = THUMB) -> list[Any]:
