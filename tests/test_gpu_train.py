@@ -91,7 +91,7 @@ def test_a_gpu_measures_what_a_cpu_does():
         assert all(side.is_cuda for side in (*sides, found.labels))
         there = image_text_metrics(*sides)
     here = image_text_metrics(*(side.cpu() for side in sides))
-    assert there == pytest.approx(here, rel=1e-3, abs=2e-3)
+    assert there == pytest.approx(here, rel=1e-2, abs=2e-3)
     on_gpu = Suite(made).run(model)
     shares = {name for name in on_cpu if not name.endswith("penalty")}  # which is picked, not said
     for name in shares:
