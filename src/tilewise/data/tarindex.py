@@ -23,7 +23,6 @@ from tilewise.errors import DataError
 BLOCK = 512
 END = bytes(2 * BLOCK)
 LONGEST_EXTRA = 2**20  # bytes of a header's own data (a long name); more is no name
-LONGEST_SAMPLE = 2**16  # members
 LARGEST_MEMBER = 2**32 - 1  # bytes: sizes are held in 32 bits, and no part of a sample needs more
 REMEDY = "copy or write the shard again"
 
@@ -167,8 +166,8 @@ class _Lookup:
         return _told(found)
 
     def _read(self, count: int, at: int, kind: np.dtype[Any]) -> NDArray[np.void]:
-        # Not more than a sample may have: damage must not read gigabytes.
-        size = min(count, LONGEST_SAMPLE) * kind.itemsize
+        # Not more than a sample can have: damage must not read gigabytes.
+        size = min(count, len(EXTENSIONS)) * kind.itemsize
         data = os.pread(self.descriptor, size, at)
         if len(data) != size:
             raise self._damaged()

@@ -36,7 +36,7 @@ class Side:
 
 @dataclass
 class Embedded:
-    """What a model makes of a data set, on the model's device: what is measured, is there."""
+    """What a model makes of a data set, on the model's device, where it is measured."""
 
     images: Side | None = None
     texts: Side | None = None  # captions, or documents
