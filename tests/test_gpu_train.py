@@ -16,9 +16,10 @@ from tilewise.train.build import make_model
 from tilewise.train.config import Config, EvalConfig
 from tilewise.train.setup import start
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def train(made):
