@@ -186,6 +186,20 @@ def test_what_an_evaluation_needs(folder, tmp_path):
         Suite(EvalConfig(retrieval=(), zero_shot=(table(tmp_path, folder),)))
 
 
+def test_an_evaluation_tells_how_far_it_is(folder, tmp_path):
+    """Of each part of it, in steps, up to the end; prompts are one for each class and template."""
+    pairs, told = table(tmp_path, folder), dict[str, list[tuple[int, int]]]()
+    how = {"retrieval": (pairs,), "zero_shot": (str(folder),), "localise": (pairs,)}
+    config = EvalConfig(**how, eval_batch=2, templates=("a {}", "the {}"))
+    suite = Suite(config, tell=lambda what, *at: told.setdefault(what, []).append(at))
+    suite.run(Colours())
+    count, classes = len(suite.sources[pairs]), len(COLOURS)
+    assert told[f"embedding {pairs}"] == [(min(i + 2, count), count) for i in range(0, count, 2)]
+    assert told[f"embedding texts of {pairs}"][-1] == (count, count)
+    assert told[f"embedding prompts of {folder}"][-1] == (2 * classes, 2 * classes)
+    assert told[f"scenes of {pairs}"] == [(i, 100) for i in range(10, 101, 10)]
+
+
 def test_a_probe_learns_what_features_tell(folder):
     config = EvalConfig(retrieval=(), zero_shot=(), probe=(str(folder), str(folder)))
     found = Suite(config).run(Colours())

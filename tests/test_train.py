@@ -16,6 +16,7 @@ from tilewise.train.config import Config
 from tilewise.train.configfile import from_tables
 from tilewise.train.logs import Log
 from tilewise.train.loop import Trainer
+from tilewise.train.screen import Screen
 from tilewise.train.setup import Ranks
 
 TINY = str(Path(__file__).parent / "tiny.json")
@@ -370,15 +371,17 @@ def test_two_views(tmp_path):
     assert {name.rsplit("/", 1)[1] for name in outcome.metrics} >= {"knn_top1", "linear_probe_top1"}
 
 
-def test_a_locked_tower_stays_and_its_features_can_be_cached(tmp_path):
-    how = {"lock_image": True, "crop_scale": 1.0, "jitter": 0.0}
+def test_a_locked_tower_stays_and_its_features_can_be_cached(tmp_path, monkeypatch, capsys):
+    how = {"eval_batch": 16, "lock_image": True, "crop_scale": 1.0, "jitter": 0.0}
     plain = train(config(tmp_path, name="plain", **how))
     trainer = Trainer(config(tmp_path, name="again", **how), ALONE)
     own = {f"net.visual.trunk.{n}": p for n, p in trainer.model.net.visual.trunk.named_parameters()}
     assert not any(p.requires_grad for p in own.values())
     assert all(torch.equal(weights(plain)[name], p) for name, p in own.items())
+    monkeypatch.setattr(Screen, "QUIET_S", -1.0)
     for name in ("first", "second"):
         cached = train(config(tmp_path, name=name, feature_cache=str(tmp_path / "cache"), **how))
+        assert ("embedding with the locked tower: " in capsys.readouterr().out) == (name == "first")
         torch.testing.assert_close(
             torch.tensor(losses(cached)), torch.tensor(losses(plain)), rtol=2e-3, atol=0
         )

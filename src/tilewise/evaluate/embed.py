@@ -1,7 +1,7 @@
 """Features of a whole data set, micro-batch by micro-batch, by all ranks together."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,15 @@ from tilewise.models.base import PairModel
 from tilewise.train.setup import ALONE, Ranks
 
 T = TypeVar("T")
+Tell = Callable[[str, int, int], None]  # of what, how many are done, and of how many
 
 MIDDLE = np.full(CHANCES, 0.5)  # what an evaluation draws: nothing
 TRIED = 100  # samples, to find one that is not damaged
 THUMB = 64  # pixels a side of what a picture of results shows
+
+
+def untold(what: str, done: int, total: int) -> None:
+    """Tell nobody."""
 
 
 @dataclass
@@ -68,8 +73,9 @@ class Embedder:
     captions: str = "first"
     workers: int = 0
     ranks: Ranks = ALONE
+    tell: Tell = untold
 
-    def embed(self, source: Source) -> Embedded:
+    def embed(self, source: Source, name: str = "samples") -> Embedded:
         """All that the model can embed of each sample."""
         # Decided once: sharded weights want as many forwards on every rank.
         has_images = bool(self.model.image_size) and "image" in first_sound(source)
@@ -77,23 +83,29 @@ class Embedder:
         spans = self._spans(len(source))
         own = [spans[k] for k in self._own(len(spans))]
         loaded = in_order(source, own, partial(_looked_at, view), self.workers)
-        parts = self._of_all([self._found(view, *each) for each in loaded], len(spans))
+        found = []
+        for span, each in zip(own, loaded, strict=True):
+            found.append(self._found(view, *each))
+            self.tell(f"embedding {name}", span.stop, len(source))
+        parts = self._of_all(found, len(spans))
         texts = list(dict.fromkeys(text for part in parts for text in part.texts))
         queries = [query for part in parts for query in part.queries]
         return Embedded(
             images=self._images(parts),
-            texts=self._text_side(texts) if texts and self.model.can("texts") else None,
-            queries=self._text_side(queries) if queries else None,
+            texts=self._text_side(texts, name) if texts and self.model.can("texts") else None,
+            queries=self._text_side(queries, name) if queries else None,
             labels=self._labels(parts),
             bad=sum((part.bad for part in parts), Counter[str]()),
         )
 
-    def encode(self, texts: Sequence[str]) -> Tensor:
-        """Features (n, D) of texts."""
-        spans = self._spans(len(texts))
-        own = [self.model.texts(list(texts[spans[k].start : spans[k].stop])).float().cpu()
-               for k in self._own(len(spans))]  # fmt: skip
-        return torch.cat(self._of_all(own, len(spans))).to(self.model.device)
+    def encode(self, texts: Sequence[str], name: str = "") -> Tensor:
+        """Features (n, D) of texts; how far it is is told only of those that have a name."""
+        spans, found = self._spans(len(texts)), []
+        for span in (spans[k] for k in self._own(len(spans))):
+            found.append(self.model.texts(list(texts[span.start : span.stop])).float().cpu())
+            if name:
+                self.tell(f"embedding {name}", span.stop, len(texts))
+        return torch.cat(self._of_all(found, len(spans))).to(self.model.device)
 
     def _spans(self, count: int) -> list[range]:
         """Places of each micro-batch."""
@@ -141,9 +153,10 @@ class Embedder:
         known = bool(labels) and min(labels) >= 0
         return torch.tensor(labels, device=self.model.device) if known else None
 
-    def _text_side(self, pairs: Sequence[tuple[int, str]]) -> Side:
+    def _text_side(self, pairs: Sequence[tuple[int, str]], name: str) -> Side:
         texts = [text for _, text in pairs]
-        return self._side(self.encode(texts), [number for number, _ in pairs], texts)
+        encoded = self.encode(texts, f"texts of {name}")
+        return self._side(encoded, [number for number, _ in pairs], texts)
 
     def _side(self, features: Tensor, ids: list[int], texts: Sequence[str] = ()) -> Side:
         place = self.model.device

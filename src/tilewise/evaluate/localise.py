@@ -3,6 +3,7 @@
 Zero-shot detection by the similarity of places to a text.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,13 @@ def make_scene(source: Source, number: int, size: int, seed: int = 0) -> Scene:
     return Scene(canvas, texts[0], boxes[0])
 
 
-def localise(model: PairModel, source: Source, *, folder: Path | None = None) -> dict[str, float]:
+def localise(
+    model: PairModel,
+    source: Source,
+    *,
+    folder: Path | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, float]:
     """Pointing accuracy and overlap over scenes, and what a random place would get.
 
     Pointing: the most similar place lies in the thing's box. IoU: of the box around all places that
@@ -87,6 +94,7 @@ def localise(model: PairModel, source: Source, *, folder: Path | None = None) ->
             overlaps.append(overlap(found, scene.box))
             if len(shown) < SHOWN:
                 shown.append((scene.pixels, heat.numpy(), scene.box, found, scene.text))
+        on_progress(first + AT_ONCE, SCENES)
     if folder is not None:
         plots.plot_scenes(folder / "localise.png", shown)
     return {

@@ -1,6 +1,7 @@
 """All that a configuration wants measured of a model: numbers and pictures."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from tilewise.evaluate.classify import (
     linear_probe,
     zero_shot,
 )
-from tilewise.evaluate.embed import Embedded, Embedder, class_names, first_sound, pixels_of
+from tilewise.evaluate.embed import (
+    Embedded,
+    Embedder,
+    Tell,
+    class_names,
+    first_sound,
+    pixels_of,
+    untold,
+)
 from tilewise.evaluate.localise import localise
 from tilewise.evaluate.ranking import image_text_metrics, retrieval_metrics, top
 from tilewise.models.base import PairModel, evaluating
@@ -36,6 +45,7 @@ class Suite:
     workers: int = 0
     index_folder: str = ""
     ranks: Ranks = ALONE
+    tell: Tell = untold
     sources: dict[str, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,11 +97,12 @@ class Suite:
         All ranks call it, and get the same.
         """
         config = self.config
-        embedder = Embedder(model, config.eval_batch, config.captions, self.workers, self.ranks)
+        how = (config.eval_batch, config.captions, self.workers, self.ranks, self.tell)
+        embedder = Embedder(model, *how)
         with evaluating(model):
             self.ranks.align(model)
             names = dict.fromkeys((*config.retrieval, *config.zero_shot, *config.probe))
-            found = {name: embedder.embed(self.sources[name]) for name in names}
+            found = {name: embedder.embed(self.sources[name], name) for name in names}
             metrics = {
                 f"{name}/damaged": float(sum(each.bad.values()))
                 for name, each in found.items()
@@ -107,7 +118,9 @@ class Suite:
                 )
             # Scenes are many images each: at the end, with the pictures.
             for name in self.config.localise if whole else ():
-                metrics |= _named(name, localise(model, self.sources[name], folder=folder))
+                told = partial(self.tell, f"scenes of {name}")
+                found_in = localise(model, self.sources[name], folder=folder, on_progress=told)
+                metrics |= _named(name, found_in)
         return metrics
 
     def _retrieval(self, found: Embedded, name: str, folder: Path | None) -> dict[str, float]:
@@ -158,8 +171,16 @@ class Suite:
                 f"zero-shot classification needs images with labels; {name!r} has not both"
             )
         names = class_names(self.sources[name], self.config.classes)
+        prompts, seen = templates(self.config), 0
+
+        def encode(texts: list[str]) -> Tensor:
+            nonlocal seen
+            seen += len(texts)
+            self.tell(f"embedding prompts of {name}", seen, len(names) * len(prompts))
+            return embedder.encode(texts)
+
         together = embedder.batch * self.ranks.world
-        vectors = class_vectors(embedder.encode, names, templates(self.config), chunk=together)
+        vectors = class_vectors(encode, names, prompts, chunk=together)
         return {
             f"zeroshot_{key}": value
             for key, value in zero_shot(found.images.features, vectors, found.labels).items()

@@ -17,6 +17,7 @@ from tilewise.train import checkpoint, configfile
 from tilewise.train.build import make_model
 from tilewise.train.config import Config
 from tilewise.train.loop import train
+from tilewise.train.screen import Screen
 from tilewise.train.setup import start
 from tilewise.train.stepping import autocast
 
@@ -37,10 +38,15 @@ def train_command(args: Sequence[str]) -> int:
     if printed:
         print(configfile.to_toml(config))
         return 0
-    for name in ("rich", "matplotlib", "safetensors", "PIL"):
-        need(name)
+    _need_all()
     train(config)
     return 0
+
+
+def _need_all() -> None:
+    """What every run shows, draws, saves and reads with; before it takes its time."""
+    for name in ("rich", "matplotlib", "safetensors", "PIL"):
+        need(name)
 
 
 def eval_command(args: Sequence[str]) -> int:
@@ -48,8 +54,11 @@ def eval_command(args: Sequence[str]) -> int:
     place, flags = _first(args, "")
     found, base = _found(place)
     config = configfile.with_flags(base, flags, prog="tilewise eval [RUN]")
+    _need_all()
     ranks = start(config.run.device, config.run.timeout_s)
-    suite = Suite(config.eval, config.data.workers, config.data.index_folder, ranks)
+    screen = Screen(shown=ranks.is_first)
+    loading = (config.data.workers, config.data.index_folder)
+    suite = Suite(config.eval, *loading, ranks, screen.part)
     model = _loaded(config, found)
     suite.check(model)
     folder = (
@@ -58,22 +67,19 @@ def eval_command(args: Sequence[str]) -> int:
         else found.parent.parent / f"eval-{found.name}"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    with autocast(config, ranks.device):
+    with autocast(config, ranks.device), screen:
         metrics = suite.run(model.to(ranks.device), folder if ranks.is_first else None)
     ranks.stop()
     if ranks.is_first:
-        _tell(metrics, folder)
+        _tell(metrics, folder, screen)
     return 0
 
 
-def _tell(metrics: dict[str, float], folder: Path) -> None:
+def _tell(metrics: dict[str, float], folder: Path, screen: Screen) -> None:
     """Write and print what was measured."""
     save_metrics(folder / "metrics.json", metrics)
-    console = need("rich.console").Console()
-    console.print(metrics_table(metrics))
-    console.print(
-        f"saved to {folder}: metrics.json, pictures (*.png)", highlight=False, soft_wrap=True
-    )
+    screen.say(metrics_table(metrics))
+    screen.say(f"saved to {folder}: metrics.json, pictures (*.png)")
 
 
 def export_command(args: Sequence[str]) -> int:

@@ -1,11 +1,9 @@
-"""What a run leaves behind and shows: a folder, a log, a line on the screen."""
+"""What a run leaves behind: a folder and a log."""
 
 import contextlib
 import json
 import platform
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -161,77 +159,6 @@ class _Wandb:
 
     def close(self) -> None:
         self.run.finish()
-
-
-class Screen:
-    """The state of a run: a bar where someone watches, a line now and then elsewhere."""
-
-    QUIET_S = 10.0  # between lines where nobody watches
-
-    def __init__(self, steps: int, *, shown: bool) -> None:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.progress import (  # noqa: PLC0415
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        self.console = Console(quiet=not shown, soft_wrap=True)
-        self.shown, self.steps, self.said = shown, steps, 0.0
-        live = shown and self.console.is_terminal
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            console=self.console,
-            disable=not live,
-            transient=True,
-        )
-        self.live = live
-        self.task: Any = None
-
-    def begin(self, step: int) -> None:
-        """Training starts, at this step."""
-        self.bar.start()
-        self.task = self.bar.add_task("training", total=self.steps, completed=step, numbers="")
-
-    def step(self, step: int, numbers: dict[str, float]) -> None:
-        """After a step."""
-        said = shown(numbers)
-        self.bar.update(self.task, completed=step, numbers=said)
-        now = time.monotonic()
-        last = step == self.steps
-        if self.shown and not self.live and (now - self.said > self.QUIET_S or last):
-            self.said = now
-            left = numbers.get("eta_s", 0.0)
-            self.console.print(
-                f"step {step}/{self.steps}  {said}  {left:.0f} s left", highlight=False
-            )
-            sys.stdout.flush()
-
-    def say(self, text: Any) -> None:
-        """A line, or a table."""
-        self.console.print(text, highlight=False)
-
-    def end(self) -> None:
-        """Training is over."""
-        self.bar.stop()
-
-
-def shown(numbers: dict[str, float]) -> str:
-    """The numbers of a step on a line."""
-    forms = {
-        "loss": "loss {:.4f}",
-        "scale": "scale {:.1f}",
-        "lr": "lr {:.1e}",
-        "pairs_per_s": "{:,.0f} pairs/s",
-        "memory_mib": "{:,.0f} MiB",
-    }
-    return "  ".join(form.format(numbers[name]) for name, form in forms.items() if name in numbers)
 
 
 def memory_mib(device: torch.device) -> float:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tilewise.train import checkpoint, logs
 from tilewise.train.build import make_model, train_view
 from tilewise.train.config import Config
 from tilewise.train.configfile import to_toml
+from tilewise.train.screen import Screen
 from tilewise.train.setup import Ranks, start
 from tilewise.train.stepping import Stepper, autocast
 
@@ -62,9 +64,11 @@ class Trainer:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
+        self.screen = Screen(shown=ranks.is_first)
         # What can be wrong is found before anything is written.
         data = config.data
-        self.suite = Suite(config.eval, data.workers, data.index_folder, ranks)
+        loading = (data.workers, data.index_folder)
+        self.suite = Suite(config.eval, *loading, ranks, self.screen.part)
         source = open_source(data.train_data, index_folder=data.index_folder or None)
         _check_batch(config, ranks)
         self.model: PairModel = make_model(config).to(ranks.device)
@@ -96,7 +100,10 @@ class Trainer:
         # It may take longer than ranks wait for each other.
         while not self.ranks.is_first and not path.exists():
             time.sleep(1.0)
-        return cached_features(source, path, embed, form=form, batch=config.eval.eval_batch)
+        tell = partial(self.screen.part, "embedding with the locked tower")
+        how: dict[str, Any] = {"form": form, "batch": config.eval.eval_batch, "on_progress": tell}
+        with self.screen:
+            return cached_features(source, path, embed, **how)
 
     def _batches(self) -> Batches:
         data, ranks = self.config.data, self.ranks
@@ -158,26 +165,31 @@ class Trainer:
 
     def run(self) -> Outcome:
         """All steps that are left."""
-        screen = logs.Screen(self.steps, shown=self.ranks.is_first)
-        screen.say(self._headline())
-        metrics: dict[str, float] = {}
+        self.screen.say(self._headline())
         if self.first_step >= self.steps:
-            screen.say(f"{self.folder} is at step {self.first_step} already; nothing is left to do")
-            return Outcome(self.folder, self.first_step, metrics)
+            at = f"{self.folder} is at step {self.first_step} already"
+            self.screen.say(f"{at}; nothing is left to do")
+            return Outcome(self.folder, self.first_step, {})
         self.model.train()
-        screen.begin(self.first_step)
         try:
-            for step, numbers in self._steps():
-                screen.step(step, numbers)
-                if step % self.config.run.log_every == 0 or step == self.steps:
-                    self.log.add(step, **numbers)
-                metrics = self._now_and_then(step) or metrics
+            with self.screen:
+                metrics = self._train()
         finally:
-            screen.end()
             self.log.close()
         if self.ranks.is_first:
-            self._finish(metrics, screen)
+            self._finish(metrics)
         return Outcome(self.folder, self.steps, metrics)
+
+    def _train(self) -> dict[str, float]:
+        """Metrics after the last step."""
+        metrics: dict[str, float] = {}
+        self.screen.step(self.first_step, self.steps, {})
+        for step, numbers in self._steps():
+            self.screen.step(step, self.steps, numbers)
+            if step % self.config.run.log_every == 0 or step == self.steps:
+                self.log.add(step, **numbers)
+            metrics = self._now_and_then(step) or metrics
+        return metrics
 
     def _headline(self) -> str:
         parameters = list(self.model.parameters())
@@ -259,7 +271,7 @@ class Trainer:
             checkpoint.prune(place, self.config.run.keep_checkpoints)
         self.ranks.wait()
 
-    def _finish(self, metrics: dict[str, float], screen: logs.Screen) -> None:
+    def _finish(self, metrics: dict[str, float]) -> None:
         rows = self.log.rows()
         losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
         losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
@@ -276,10 +288,10 @@ class Trainer:
             plots.plot_curves(path, recalls, title="recall", ylabel="share of queries")
         save_metrics(self.folder / "metrics.json", metrics)
         if metrics:
-            screen.say(metrics_table(metrics))
+            self.screen.say(metrics_table(metrics))
         if self.batches.bad:
-            screen.say(f"damaged samples that others stood in for: {dict(self.batches.bad)}")
-        screen.say(f"saved to {self.folder}: checkpoints, metrics.json, metrics.jsonl, *.png")
+            self.screen.say(f"damaged samples that others stood in for: {dict(self.batches.bad)}")
+        self.screen.say(f"saved to {self.folder}: checkpoints, metrics.json, metrics.jsonl, *.png")
 
 
 def _check_sample(batches: Batches) -> None:

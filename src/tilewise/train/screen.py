@@ -1,0 +1,94 @@
+"""What a run shows while it runs: bars where someone watches, a line now and then elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+
+class Screen:
+    """The state of a run, and of what takes a while within it.
+
+    Bars are shown inside of a `with`; the screen of a rank that is not the first shows nothing.
+    """
+
+    QUIET_S = 10.0  # between lines where nobody watches
+
+    def __init__(self, *, shown: bool) -> None:
+        from rich.console import Console, Group  # noqa: PLC0415
+        from rich.live import Live  # noqa: PLC0415
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.text import Text  # noqa: PLC0415
+
+        self.console = Console(quiet=not shown, soft_wrap=True)
+        self.shown, self.watched = shown, shown and self.console.is_terminal
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bars = Progress(TextColumn("{task.description}"), *columns)
+        # Below the bars: beside them they would not fit into 80 columns.
+        self.numbers = Text()
+        self.live = Live(Group(self.bars, self.numbers), console=self.console, transient=True)
+        self.tasks: dict[str, Any] = {}
+        self.said = 0.0
+
+    def __enter__(self) -> "Screen":
+        if self.watched:
+            self.live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.live.stop()
+
+    def step(self, step: int, steps: int, numbers: dict[str, float]) -> None:
+        """After a step of training, or before the first, which has no numbers."""
+        self._update("training", step, steps)
+        if numbers:
+            self.numbers.plain = shown(numbers)
+            left = f"{numbers.get('eta_s', 0.0):.0f} s left"
+            self._line(f"step {step}/{steps}  {self.numbers}  {left}", last=step == steps)
+
+    def part(self, what: str, done: int, total: int) -> None:
+        """So many of what is done on the side, such as the images of an evaluation."""
+        self._update(what, done, total)
+        if done >= total:
+            self.bars.remove_task(self.tasks.pop(what))
+        else:
+            self._line(f"{what}: {done:,}/{total:,}")
+
+    def say(self, text: Any) -> None:
+        """A line, or a table."""
+        self.console.print(text, highlight=False)
+
+    def _update(self, what: str, done: int, total: int) -> None:
+        if what not in self.tasks:
+            self.tasks[what] = self.bars.add_task(what, total=total)
+        self.bars.update(self.tasks[what], completed=done)
+
+    def _line(self, text: str, *, last: bool = False) -> None:
+        now = time.monotonic()
+        if self.shown and not self.watched and (last or now - self.said > self.QUIET_S):
+            self.said = now
+            self.say(text)
+            sys.stdout.flush()
+
+
+def shown(numbers: dict[str, float]) -> str:
+    """The numbers of a step on a line."""
+    forms = {
+        "loss": "loss {:.4f}",
+        "scale": "scale {:.1f}",
+        "lr": "lr {:.1e}",
+        "pairs_per_s": "{:,.0f} pairs/s",
+        "memory_mib": "{:,.0f} MiB",
+    }
+    return "  ".join(form.format(numbers[name]) for name, form in forms.items() if name in numbers)

@@ -1,0 +1,64 @@
+"""What a run shows while it runs."""
+
+import pytest
+
+from tilewise.train.screen import Screen
+
+NUMBERS = {"loss": 1.5, "scale": 14.3, "eta_s": 7.0}
+
+
+def run(screen: Screen) -> None:
+    with screen:
+        screen.step(0, 2, {})
+        screen.step(1, 2, NUMBERS)
+        screen.part("embedding emoji", 3, 9)
+        screen.live.refresh()
+        screen.part("embedding emoji", 9, 9)
+        screen.step(2, 2, NUMBERS)
+
+
+def test_bars_where_someone_watches(monkeypatch, capsys):
+    """One for the steps, and one for what is done on the side for as long as it takes."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(shown=True)
+    run(screen)
+    out = capsys.readouterr().out
+    assert "training" in out
+    assert "1.5000" in out
+    assert "embedding emoji" in out
+    assert "3/9" in out
+    assert [task.description for task in screen.bars.tasks] == ["training"]
+    assert "s left" not in out
+
+
+def test_lines_now_and_then_elsewhere(monkeypatch, capsys):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(Screen, "QUIET_S", -1.0)
+    run(Screen(shown=True))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/2  loss 1.5000  scale 14.3  7 s left",
+        "embedding emoji: 3/9",
+        "step 2/2  loss 1.5000  scale 14.3  7 s left",
+    ]
+    monkeypatch.setattr(Screen, "QUIET_S", 1e9)
+    run(Screen(shown=True))
+    assert capsys.readouterr().out.splitlines() == ["step 2/2  loss 1.5000  scale 14.3  7 s left"]
+
+
+def test_other_ranks_show_nothing(capsys):
+    screen = Screen(shown=False)
+    run(screen)
+    screen.say("something")
+    assert capsys.readouterr().out == ""
+
+
+def test_bars_are_gone_after_an_error(monkeypatch, capsys):
+    """A bar that is left running hides the cursor and draws over the error."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    screen = Screen(shown=True)
+    monkeypatch.setattr(screen, "step", lambda *of: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(screen)
+    assert not screen.live.is_started
+    capsys.readouterr()
