@@ -1,9 +1,10 @@
 """Times of the fused kernels alone, tile size by tile size: where `backends/tuning.py` comes from.
 
-    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4] [--panels]
+    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4] [--panels] [--bias -10]
 
 Each candidate runs for a while; the ceiling is cuBLAS 8192^3 before and after the table. With
-`--panels` whole steps of B = 32768 instead, by rows and columns of dz at a time.
+`--panels` whole steps of B = 32768 instead, by rows and columns of dz at a time; with `--bias`
+the kernels of SigLIP alone, whose speed depends on it.
 """
 
 import argparse
@@ -129,13 +130,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--features", type=int, default=768)
     parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--bias", type=float, help="of softplus; -10 is where SigLIP begins")
     parser.add_argument("--panels", action="store_true")
     options = parser.parse_args()
     unit = lambda: functional.normalize(  # noqa: E731
         torch.randn(16384, options.features, device="cuda"), dim=1
     ).bfloat16()
     pairs = make_pairs(
-        unit(), unit(), (14.3, None), positives="aligned", ids=None, labels=None, skip_self=False
+        unit(),
+        unit(),
+        (14.3, options.bias),
+        positives="aligned",
+        ids=None,
+        labels=None,
+        skip_self=False,
     )
     best = ceiling(2.0)
     print(f"cuBLAS 8192^3: {best:.0f} TFLOP/s")
@@ -146,6 +154,8 @@ def main() -> None:
     candidates = [(name, size, False) for name, sizes in CANDIDATES.items() for size in sizes]
     candidates += [(name, size, True) for name, sizes in IN_TURN.items() for size in sizes]
     for name, size, in_turn in candidates:
+        if options.bias is not None and name != "dz_of_softplus":
+            continue
         try:
             call, count = make(name, size, pairs, in_turn)
             ms = sustained(call, options.seconds)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import oracle
 import tilewise as tw
 from tilewise import ring
+from tilewise.sweep import weigh_pairs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +36,7 @@ LOSSES = {
     "clip-ids": lambda a, b, s, **k: tw.clip_loss(a, b, s, ids=halves(a), **k),
     "clip-labels": lambda a, b, s, **k: tw.clip_loss(a, b, s, labels=halves(a), **k),
     "siglip": lambda a, b, s, **k: tw.siglip_loss(a, b, s, -5.0, **k),
+    "siglip-far": lambda a, b, s, **k: tw.siglip_loss(a, b, s, -12.0, **k),
     "siglip-rows": lambda a, b, s, **k: (
         tw.siglip_loss(a, b, s, -5.0, reduction="none", **k).square().mean()
     ),
@@ -80,14 +82,14 @@ HELD = [("fused", torch.bfloat16), ("fused", torch.float16), ("chunked", torch.f
 
 @pytest.mark.parametrize(("backend", "dtype"), HELD, ids=str)
 @pytest.mark.parametrize("kind", ["random", "aligned", "opposed"])
-@pytest.mark.parametrize("name", ["clip", "clip-kept", "siglip"])
+@pytest.mark.parametrize("name", ["clip", "clip-kept", "siglip", "siglip-far"])
 def test_exactness(name, kind, backend, dtype):
     """Error over draws of features and scales at most twice that of plain PyTorch.
 
     Its products on CPU or by the device, whose tensor cores cut off what they add up.
     """
-    d, bias = 96, -5.0 if name == "siglip" else 0.0
-    loss_of_z = oracle.siglip if name == "siglip" else oracle.clip
+    d, bias = 96, {"siglip": -5.0, "siglip-far": -12.0}.get(name, 0.0)
+    loss_of_z = oracle.siglip if name.startswith("siglip") else oracle.clip
     for nominal in (0.5, 14.3, 100.0):
         totals = {}
         for draw, scale in enumerate(torch.linspace(0.99 * nominal, 1.01 * nominal, 6).tolist()):
@@ -318,6 +320,29 @@ def group_of():
 
     yield make
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bias", [-30.0, -15.0, -10.0, -7.7, -7.0, 0.0, 6.0, 12.0, 80.0])
+def test_softplus_of_negatives_alone(bias):
+    """Far below 0, near it and beyond: by other formulas, which positives would drown out."""
+    rows, cols = unit(700, 96, torch.bfloat16), unit(900, 96, torch.bfloat16, seed=1)
+    weight = torch.linspace(0.5, 1.0, 700)
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        numbers = torch.tensor([1.7, bias], dtype=dtype, device=device, requires_grad=True)
+        sides = [x.to(device, dtype if device == "cpu" else None) for x in (rows, cols)]
+        if device == "cpu":
+            z = sides[0] @ sides[1].T * numbers[0] + numbers[1]
+            value = (weight.double() * F.softplus(z, threshold=1e9).sum(1)).sum()
+        else:
+            value = weigh_pairs(
+                *sides, *numbers, weight=weight.cuda(), positives=None, backend="fused"
+            )
+        value.backward()
+        found.append([float(value), *numbers.grad.tolist()])
+    # The scale's gradient is a small difference: products of random features have either sign.
+    for true, got, allowed in zip(*found, (5e-7, 1e-4, 5e-7), strict=True):
+        assert got == pytest.approx(true, rel=allowed)
 
 
 RINGS = ("clip", "clip-labels", "siglip", "info_nce-smooth", "nt_xent")
