@@ -231,6 +231,9 @@ def measure_batch(job: Job, keep: float | str, options: argparse.Namespace) -> d
     with torch.no_grad():
         feature = pair.image(data.images[:1].to(device))
     warm_loss(pair, batch, feature)
+    if keep == "auto":
+        step()  # which waits for its memory, once
+        pair.zero_grad(set_to_none=True)
     alone, seen = list[Alone](), list[Observed]()
     for _ in range(options.repeats):
         alone.append(time_alone(pair, sampled.to(device), micro_batch))

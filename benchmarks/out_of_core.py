@@ -17,7 +17,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +30,14 @@ from tilewise import measure
 
 MIB = 2**20
 CHUNK = 65536  # rows that are made at a time
+
+
+class Batch(NamedTuple):
+    """What is contrasted with a pool."""
+
+    query: Tensor
+    key: Tensor
+    ids: Tensor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,38 +171,68 @@ def _measure_pool(args: argparse.Namespace, device: torch.device) -> None:
     gib = args.pool * args.dim * key.element_size() / 2**30
     print(f"InfoNCE, a batch of {args.batch:,} and a pool of {args.pool:,} x {args.dim} "
           f"({gib:.1f} GiB); 4 N M D FLOP at a product's speed {floor_s:.3f} s")  # fmt: skip
+    batch = Batch(query, key, ids)
     for where in args.where.split(","):
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            pool, read_s = _filled(args, device, where, Path(folder) / "pool")
-            _check(query, key, pool)
-            # A file is read from the disk once: what is mapped stays in the system's cache.
-            for named in (True,) if where == "disk" else (False, True):
-                _report(where, named, args, device, (query, key, ids, pool), (floor_s, read_s))
-            del pool
+        if where == "disk":
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+                _measure_disk(args, device, batch, Path(folder) / "pool", floor_s)
+        else:
+            _measure_memory(args, device, batch, where, floor_s)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _filled(
-    args: argparse.Namespace, device: torch.device, where: str, path: Path
-) -> tuple[tw.Pool, float]:
-    """A full pool, and how long plain reads of its file take; 0 where there is none."""
+def _measure_memory(
+    args: argparse.Namespace, device: torch.device, batch: Batch, where: str, floor_s: float
+) -> None:
+    pool = _filled(_pool(args, device, where), device)
+    _check(batch, pool)
+    for named in (False, True):
+        _step(batch, pool, named)
+        seconds, mib = _timed_s(partial(_step, batch, pool, named), device, args.repeats)
+        _tell(f"{where:7} {'with ids' if named else 'no ids':9}", seconds, mib, floor_s)
+
+
+def _measure_disk(
+    args: argparse.Namespace, device: torch.device, batch: Batch, path: Path, floor_s: float
+) -> None:
+    """Plain reads of the file and steps in turns: a disk's speed changes by the second."""
+    pool = _filled(_pool(args, device, path), device)
+    _check(batch, pool)
+    reads, times, peak = [], [], 0.0
+    for _ in range(args.repeats):
+        state = pool.state_dict()
+        del pool  # what is mapped stays in the system's cache
+        reads.append(_read_s(path))
+        _drop_cache(path)
+        pool = _pool(args, device, path)
+        pool.load_state_dict(state)
+        seconds, mib = _timed_s(partial(_step, batch, pool, True), device, 1)
+        times.append(seconds)
+        peak = max(peak, mib)
+        print(f"plain reads {reads[-1]:.2f} s ({path.stat().st_size / reads[-1] / 1e9:.2f} GB/s), "
+              f"step {seconds:.2f} s", flush=True)  # fmt: skip
+    read_s = statistics.median(reads)
+    _tell("disk    with ids ", statistics.median(times), peak, max(floor_s, read_s))
+
+
+def _tell(what: str, seconds: float, mib: float, floor_s: float) -> None:
+    bar = {"disk": "1.2", "host": "1.3"}.get(what.split(maxsplit=1)[0], "-")
+    print(f"{what} {seconds:7.3f} s  {mib:8,.0f} MiB on the device  {seconds / floor_s:6.3f} of "
+          f"{floor_s:.3f} s (bar {bar})", flush=True)  # fmt: skip
+
+
+def _pool(args: argparse.Namespace, device: torch.device, where: Path | str) -> tw.Pool:
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    place = path if where == "disk" else where
-    pool = tw.Pool(args.pool, args.dim, device=device, where=place, dtype=kind)
-    part = _memory(CHUNK, args.dim, device, False)
-    for start in range(0, args.pool, CHUNK):
-        few = _unit_into(part[: args.pool - start], device, start)
+    return tw.Pool(args.pool, args.dim, device=device, where=where, dtype=kind)
+
+
+def _filled(pool: tw.Pool, device: torch.device) -> tw.Pool:
+    part = _memory(CHUNK, pool.dim, device, False)
+    for start in range(0, pool.size, CHUNK):
+        few = _unit_into(part[: pool.size - start], device, start)
         pool.put(few, torch.arange(start, start + len(few), device=device))
-    if where != "disk":
-        return pool, 0.0
-    state = pool.state_dict()
-    del pool  # what is mapped would stay in the system's cache
-    read_s = _read_s(path)
-    print(f"plain reads of the file: {path.stat().st_size / read_s / 1e9:.2f} GB/s")
-    pool = tw.Pool(args.pool, args.dim, device=device, where=place, dtype=kind)
-    pool.load_state_dict(state)
-    return pool, read_s
+    return pool
 
 
 def _drop_cache(path: Path) -> None:
@@ -213,43 +253,20 @@ def _read_s(path: Path) -> float:
     return time.perf_counter() - start_s
 
 
-def _step(query: Tensor, key: Tensor, ids: Tensor | None, pool: tw.Pool) -> Tensor:
-    twin = query.detach().requires_grad_()
+def _step(batch: Batch, pool: tw.Pool, named: bool) -> Tensor:
+    twin = batch.query.detach().requires_grad_()
     options = pool.negatives()
-    if ids is None:
+    if not named:
         options.pop("negative_ids", None)
-    tw.info_nce(twin, key, 14.3, ids=ids, **options).backward()
+    tw.info_nce(twin, batch.key, 14.3, ids=batch.ids if named else None, **options).backward()
     assert twin.grad is not None
     return twin.grad
 
 
-def _report(
-    where: str,
-    named: bool,
-    args: argparse.Namespace,
-    device: torch.device,
-    of: tuple[Tensor, Tensor, Tensor, tw.Pool],
-    floors: tuple[float, float],
-) -> None:
-    query, key, ids, pool = of
-    repeats = args.repeats if where != "disk" else 1
-    if where != "disk":
-        _step(query, key, ids if named else None, pool)
-    else:
-        _drop_cache(Path(pool.path or ""))
-    seconds, mib = _timed_s(
-        lambda: _step(query, key, ids if named else None, pool), device, repeats
-    )
-    floor, what = (max(floors), "max(FLOP, reading)") if where == "disk" else (floors[0], "FLOP")
-    bar = {"disk": "1.2", "host": "1.3"}.get(where, "-")
-    print(f"{where:7} {'with ids' if named else 'no ids':9} {seconds:7.3f} s  {mib:8,.0f} MiB on "
-          f"the device  {seconds / floor:6.3f} of {what} (bar {bar})", flush=True)  # fmt: skip
-
-
-def _check(query: Tensor, key: Tensor, pool: tw.Pool) -> None:
+def _check(batch: Batch, pool: tw.Pool) -> None:
     """A part of the pairs against float64, dense."""
-    some, few = slice(0, min(len(pool), 32768)), slice(0, min(len(query), 1024))
-    q, k, n = query[few], key[few], pool.features[some]
+    some, few = slice(0, min(len(pool), 32768)), slice(0, min(len(batch.query), 1024))
+    q, k, n = batch.query[few], batch.key[few], pool.features[some]
     twin, truth = q.detach().requires_grad_(), q.detach().double().requires_grad_()
     device = pool.negatives().get("device")
     tw.info_nce(twin, k, 14.3, negatives=n, device=device).backward()

@@ -125,6 +125,41 @@ def test_columns_that_share_an_id_are_swept_apart(same, monkeypatch):
     assert sum(seen) == 4 * {0: 4, 3: 4, 16: 3, 40: 2}[same]
 
 
+@pytest.mark.parametrize("kind", ["spread", "last of a block", "all of the last"])
+def test_columns_that_share_an_id_are_swept_together(kind, monkeypatch):
+    """One masked sweep for each block of rows; features that are here already stay as they are."""
+    few = {
+        "spread": [0, 5, 15, 16, 17, 29, 33, 46, 47],
+        "last of a block": [14, 15, 31, 47],
+        "all of the last": [20, 48, 49],
+    }[kind]
+    ids = torch.arange(50) + 100
+    ids[few] = torch.arange(len(few)) * 5
+    held = unit(50, 1)
+
+    def loss(a, b, s, **how):
+        pool = {"negatives": held, "ids": torch.arange(50), "negative_ids": ids}
+        return tw.info_nce(a, b, s, **pool, **how)
+
+    wanted = step(loss)
+    make_small(monkeypatch.setattr)
+    seen, attend = [], hosted.rounds.attend
+
+    def noted(pairs, plan):
+        seen.append((pairs.shape[1], pairs.row_ids is not None))
+        return attend(pairs, plan)
+
+    monkeypatch.setattr(hosted.rounds, "attend", noted)
+    for x, y in zip(step(loss), wanted, strict=True):
+        assert (x - y).norm() <= 1e-12 * max(1.0, float(y.norm()))
+    assert torch.equal(held, unit(50, 1))
+    masked = [count for count, with_ids in seen if with_ids]
+    whole = 2 if kind == "all of the last" else 0  # most of a block: it is swept as it is
+    assert sum(masked) == 4 * len(few)
+    assert masked.count(len(few) - whole) == 4
+    assert sum(count for count, _ in seen) == 4 * 50
+
+
 @pytest.mark.usefixtures("blocks")
 def test_an_index_that_cannot_be():
     index = INDEX.clone()

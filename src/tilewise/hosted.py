@@ -223,34 +223,59 @@ def attend(pairs: Pairs, plan: Plan) -> Attended:
 
 
 class _Shared:
-    """Which columns have an id that some row has: few of a pool.
+    """Columns that have an id that some row has: few of a pool.
 
-    They are swept on their own, and all others as if there were no ids, which is faster. Ranks of a
-    group must sweep alike, so not there.
+    They are put aside and swept together, and all others as if there were no ids, which is faster.
+    Ranks of a group must sweep alike, so not there.
     """
 
     def __init__(self, blocks: Blocks) -> None:
-        pairs = blocks.pairs
-        self.mask, self.counts = None, dict[int, int]()
+        pairs, self.blocks = blocks.pairs, blocks
         by_place = pairs.kind != "none" or pairs.skip_self
-        if pairs.row_ids is not None and not by_place and not blocks.plan.group:
-            assert pairs.col_ids is not None
-            self.mask = torch.isin(pairs.col_ids, pairs.row_ids)
-            found = torch.stack([self.mask[col].sum() for col in blocks.cols]).tolist()
-            self.counts = {col.start: n for col, n in zip(blocks.cols, found, strict=True)}
+        self.counts: dict[int, int] = {}  # of blocks of columns, by where they start
+        self.aside: list[tuple[Tensor, Tensor]] = []  # features and ids
+        if pairs.row_ids is None or by_place or blocks.plan.group:
+            return
+        assert pairs.col_ids is not None
+        known = pairs.row_ids.sort().values
+        self.masks = {col.start: _is_in(pairs.col_ids[col], known) for col in blocks.cols}
+        found = torch.stack([mask.sum() for mask in self.masks.values()]).tolist()
+        self.counts = dict(zip(self.masks, found, strict=True))
 
-    def apart(self, visit: Visit) -> list[Pairs]:
-        """A visit's pairs in one or two parts."""
-        pairs, m = visit.pairs, visit.pairs.shape[1]
-        clean = m - self.counts.get(visit.col.start, m)
-        if self.mask is None or 2 * clean < m:
-            return [pairs]
+    def apart(self, visit: Visit) -> Iterator[Pairs]:
+        """A visit's pairs without those; and those of many visits, once they are many."""
+        count, m = self.counts.get(visit.col.start, -1), visit.pairs.shape[1]
+        # Without ids, or with so many that it does not pay.
+        if count < 0 or 2 * count > m:
+            yield visit.pairs
+        else:
+            cols = self._without(visit, count) if count else visit.pairs.cols
+            yield visit.pairs._replace(cols=cols, row_ids=None, col_ids=None)
+        height = self.blocks.cols[0].stop
+        if self.aside and (visit.last_col or sum(len(x) for x, _ in self.aside) >= height):
+            cols, ids = (torch.cat(parts) for parts in zip(*self.aside, strict=True))
+            self.aside.clear()
+            yield visit.pairs._replace(cols=cols, col_ids=ids)
+
+    def _without(self, visit: Visit, count: int) -> Tensor:
+        """The block's columns but for so many that are put aside, in another order."""
+        pairs, mask = visit.pairs, self.masks[visit.col.start]
         assert pairs.cols is not None
         assert pairs.col_ids is not None
-        order = self.mask[visit.col].to(torch.uint8).argsort(stable=True)
-        cut = [order[:clean], order[clean:]] if clean < m else [slice(None)]
-        parts = [pairs._replace(cols=pairs.cols[at], col_ids=pairs.col_ids[at]) for at in cut]
-        return [parts[0]._replace(row_ids=None, col_ids=None), *parts[1:]]
+        left, copied = len(mask) - count, pairs.cols.device != self.blocks.pairs.columns.device
+        cols = pairs.cols if copied else pairs.cols.clone()
+        (places,) = mask.nonzero_static(size=count).T
+        self.aside.append((cols[places], pairs.col_ids[places]))
+        # The last ones take their places: of those first that stay. What is left over goes to
+        # places beyond.
+        cols[places] = cols[left + mask[left:].to(torch.uint8).argsort(stable=True)]
+        return cols[:left]
+
+
+def _is_in(ids: Tensor, known: Tensor) -> Tensor:
+    """Which of some ids (m,) are among sorted ones."""
+    at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    return known[at] == ids
 
 
 def weigh(pairs: Pairs, plan: Plan, weight: Tensor, needs: Needs) -> tuple[Tensor, Scaled]:

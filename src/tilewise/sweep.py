@@ -23,7 +23,7 @@ from tilewise.pairs import (
     make_pairs,
 )
 from tilewise.reductions import Stats
-from tilewise.tiles import padded
+from tilewise.tiles import cdiv, padded
 
 
 class Reduced(NamedTuple):
@@ -244,8 +244,8 @@ def explain_keep(rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"]) 
     if backends.choose("auto", rows.device, rows.dtype).name == "fused":
         plan = plan._replace(keep_bytes=_keep_bytes(keep_mib, pairs, plan))
         kept = fused.kept_rows(pairs, plan)
-    chunks = -(-kept // fused.CHUNK)
-    return Kept(chunks, -(-len(rows) // fused.CHUNK), 2 * kept * padded(len(cols), 8) / 2**20)
+    chunks = cdiv(kept, fused.CHUNK)
+    return Kept(chunks, cdiv(len(rows), fused.CHUNK), 2 * kept * padded(len(cols), 8) / 2**20)
 
 
 def explain_backend(features: Tensor, backend: str = "auto") -> backends.Choice:

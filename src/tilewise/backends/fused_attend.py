@@ -7,7 +7,6 @@ two products in all, and columns are seen once.
 from collections.abc import Iterator
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.backends import fused, kernels
@@ -17,7 +16,7 @@ from tilewise.backends.products import add_product, cut
 from tilewise.backends.ready import Ready
 from tilewise.backends.tuning import TileSize
 from tilewise.pairs import Pairs
-from tilewise.tiles import padded, row_of_tiles, spans
+from tilewise.tiles import cdiv, padded, row_of_tiles, spans
 
 
 class Attending(Forward):
@@ -43,6 +42,8 @@ class Attending(Forward):
     def _call_shape(self, ready: Ready, size: TileSize, part_bytes: int) -> tuple[int, int]:
         """Panels whose exponentials take most of the workspace: each costs the host a launch."""
         height, width = super()._call_shape(ready, size, part_bytes)
+        if not part_bytes:  # of what leaves none
+            return height, width
         rows = min(height, fused.CHUNK)
         most = 7 * self.plan.workspace_bytes // (16 * rows) // size.cols * size.cols
         return rows, min(width, max(size.cols, most))
@@ -61,11 +62,11 @@ class Attending(Forward):
         """The same where no fixed offset holds, which only the device knows."""
         n, m, d = self.pairs.shape
         size = self.ready.tiles.marked
-        most, width = super()._call_shape(self.ready, size, 0)
+        most, width = self._call_shape(self.ready, size, 0)
         for panel in (tile for rows in spans(n, most) for tile in row_of_tiles(rows, m, width)):
             features = self.ready.descriptors(size, panel, self.flag)
             height = panel.row_stop - panel.row_start
-            kernels.marked_means[(triton.cdiv(height, size.rows), triton.cdiv(d, size.features))](
+            kernels.marked_means[(cdiv(height, size.rows), cdiv(d, size.features))](
                 *features, self.head, self.flag, stats, self.mean, product, *self.ready.marks[:3],
                 panel.row_start, panel.col_start, panel.col_stop - panel.col_start, n, m,
                 **self.ready.kind(), **self.ready.product(size),

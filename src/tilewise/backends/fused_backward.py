@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -26,7 +25,7 @@ from tilewise.backends.products import (
 from tilewise.backends.ready import make_ready
 from tilewise.backends.tuning import Tiles, TileSize, panel_for
 from tilewise.pairs import Pairs, exact_dtype
-from tilewise.tiles import Tile, balanced, padded, row_of_tiles, spans, upper_row_of_tiles
+from tilewise.tiles import Tile, balanced, cdiv, padded, row_of_tiles, spans, upper_row_of_tiles
 
 # fp16 has no room below 1e-8: dz is stored times this power of two, which leaves room for 8 above.
 MULTIPLIER = {torch.float16: 4096.0}
@@ -225,7 +224,7 @@ class Backward:
         tile, *parts = panel
         n, m, _ = self.pairs.shape
         height, width = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
-        count = triton.cdiv(height, size.rows) * triton.cdiv(width, size.cols)
+        count = cdiv(height, size.rows) * cdiv(width, size.cols)
         block = [size.rows, size.cols // pieces]
         kernel[(min(count, size.programs * self.ready.processors),)](
             *self.ready.descriptors(size, tile),
@@ -240,9 +239,9 @@ class Backward:
         """A kernel of `hopper` over the tiles of a panel."""
         tile, dz, _ = panel
         n, m, _ = self.pairs.shape
-        steps = triton.cdiv(dz.shape[0], 2 * size.rows) * triton.cdiv(dz.shape[1], size.cols)
-        share = triton.cdiv(steps, max(1, self.ready.processors // size.group))
-        kernel[(size.group * triton.cdiv(steps, share),)](
+        steps = cdiv(dz.shape[0], 2 * size.rows) * cdiv(dz.shape[1], size.cols)
+        share = cdiv(steps, max(1, self.ready.processors // size.group))
+        kernel[(size.group * cdiv(steps, share),)](
             *self.ready.in_turn(size, tile, dz), self.head, *args, tile.row_start, tile.col_start,
             *dz.shape, n, m, share, **self.ready.ring(size), **options,
         )  # fmt: skip
@@ -277,7 +276,7 @@ class Backward:
         row_vectors, at_positive = self.head.new_empty(6, n), self.head.new_empty(n)
         col_vectors = row_vectors if not columns else self.head.new_empty(6, m)
         fixed = fused.has_offset(pairs, self.plan)
-        vectors.gains[(triton.cdiv(max(n, m) if columns else n, BLOCK), 2 if columns else 1)](
+        vectors.gains[(cdiv(max(n, m) if columns else n, BLOCK), 2 if columns else 1)](
             self.head, self.flag, row_stats, d_rows, row_vectors, at_positive, col_stats, d_cols,
             col_vectors, self.ready.marks[0], n, m, KIND=self.ready.kind()["KIND"],
             SUMS=self.plan.sums, COLUMNS=both, FIXED=fixed, BLOCK=BLOCK,
@@ -300,7 +299,7 @@ class Backward:
         kind, tiles = self.ready.kind(), self.ready.tiles
         scaled, marked = self.needs.scale, self._marked()
         # Either kernel fills as many column tiles as it has; the rest stays 0.
-        width = triton.cdiv(panel.dz.shape[1], min(tiles.dz.cols, tiles.marked.cols))
+        width = cdiv(panel.dz.shape[1], min(tiles.dz.cols, tiles.marked.cols))
         parts = self.head.new_zeros(width if scaled else 0, panel.dz.shape[0])
         flags = {"COLUMNS": both, "SCALED": scaled}
         args = (self.flag, row_vectors[0], col_vectors[0], parts)
@@ -329,7 +328,7 @@ class Backward:
         if self.pairs.kind == "aligned" and not tile.diagonal:
             return
         vectors_kind = {"KIND": kind["KIND"], "SELF": kind["SELF"]}
-        dz_kernels.mend[(triton.cdiv(panel.dz.shape[0], BLOCK),)](
+        dz_kernels.mend[(cdiv(panel.dz.shape[0], BLOCK),)](
             *panel[1:], panel.dz.stride(0), self.ready.marks[0], at_positive, tile.row_start,
             tile.col_start, *panel.dz.shape, BLOCK=BLOCK, **vectors_kind,
         )  # fmt: skip
@@ -337,7 +336,7 @@ class Backward:
     def _kept_dz(self, panel: Panel, row_gain: Tensor, col_gain: Tensor, both: bool) -> None:
         tile, dz, _ = panel
         n, m = dz.shape
-        dz_kernels.dz_of_kept[(triton.cdiv(m, 1024), triton.cdiv(n, 16))](
+        dz_kernels.dz_of_kept[(cdiv(m, 1024), cdiv(n, 16))](
             dz.view(torch.bfloat16), dz, dz.stride(0), self.flag, row_gain, col_gain,
             tile.row_start, tile.col_start, n, m, COLUMNS=both, TN=16, TM=1024, num_warps=8,
         )  # fmt: skip

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.backends import entropies
+from tilewise.tiles import cdiv
 
 # Slots a program takes.
 BLOCK = 256
@@ -15,7 +15,7 @@ BLOCK = 256
 def _grid(rows: Tensor, cols: Tensor) -> tuple[int, int]:
     """Blocks, and sides: columns may be (0,), not wanted."""
     sides = 2 if cols.dim() == 2 else 1
-    return triton.cdiv(max(rows.shape[-1], cols.shape[-1], 1), BLOCK), sides
+    return cdiv(max(rows.shape[-1], cols.shape[-1], 1), BLOCK), sides
 
 
 def entropy(

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -13,7 +12,7 @@ from tilewise.backends.plan import Plan, Swept
 from tilewise.backends.ready import Ready, make_ready
 from tilewise.backends.tuning import TileSize
 from tilewise.pairs import Pairs
-from tilewise.tiles import Tile, balanced, row_of_tiles, spans
+from tilewise.tiles import Tile, balanced, cdiv, row_of_tiles, spans
 
 # Slots a program of a vector kernel takes.
 BLOCK = 256
@@ -42,7 +41,7 @@ class Panel(NamedTuple):
         n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
         # In turn means two tiles at a time.
         height = 2 * size.rows if self.in_turn else size.rows
-        return n, m, triton.cdiv(m, size.cols), triton.cdiv(n, height)
+        return n, m, cdiv(m, size.cols), cdiv(n, height)
 
 
 class Parts(NamedTuple):
@@ -188,12 +187,12 @@ class Forward:
         n, m, blocks, tiles = panel.counts()
         symmetric, lanes = self.pairs.symmetric, panel.size.group if panel.in_turn else 1
         # Above the diagonal blocks have unequal work: many small shares even that out.
-        share = triton.cdiv(tiles, 8)
+        share = cdiv(tiles, 8)
         if not symmetric:
-            share = triton.cdiv(blocks * tiles, max(1, self.ready.processors // lanes))
+            share = cdiv(blocks * tiles, max(1, self.ready.processors // lanes))
         # What nobody sweeps stays 0: tiles below the diagonal, parts that a block does not have.
         rows = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
-        count = lanes * (2 if panel.in_turn else 1) * (triton.cdiv(tiles, share) + 1)
+        count = lanes * (2 if panel.in_turn else 1) * (cdiv(tiles, share) + 1)
         cols = self.head.new_zeros(count, m if symmetric or self.columns else 0)
         if panel.kept is None or not self.plan.scaled:
             return Parts(rows, cols, None, None, share)
@@ -206,7 +205,7 @@ class Forward:
         args = (self.head, *parts[:4])
         # Whatever lies past the panel is loaded as 0 and must not count.
         where = (tile.row_start, tile.col_start, n, m, tile.row_stop, tile.col_stop, parts.share)
-        programs = triton.cdiv(blocks * tiles, parts.share)
+        programs = cdiv(blocks * tiles, parts.share)
         options = {"SCALED": parts.row_pull is not None}
         if panel.in_turn:
             from tilewise.backends import hopper
@@ -234,7 +233,7 @@ class Forward:
         most = rows.span if cols is None else max(rows.span, cols.span)
         count, cols = (1, rows) if cols is None else (2, cols)
         kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
-        finishes.finish[(triton.cdiv(most, 32), count)](
+        finishes.finish[(cdiv(most, 32), count)](
             rows.part, rows.total, self.row_stats, self.row_norm, cols.part, cols.total,
             self.col_stats, self.col_norm, self.head, self.flag, self.dot, self.ready.marks[0],
             len(rows.part), *rows[2:4], len(cols.part), *cols[2:4], n, m,
@@ -250,7 +249,7 @@ class Forward:
             cols = self._marked_sums(self.ready.mirrored(), on_flag)
         kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
         most, sides = (max(n, m), 2) if self.columns else (n, 1)
-        finishes.finish_marked[(triton.cdiv(most, BLOCK), sides)](
+        finishes.finish_marked[(cdiv(most, BLOCK), sides)](
             rows, self.row_stats, self.row_norm, cols, self.col_stats, self.col_norm, self.head,
             self.flag, self.dot, self.ready.marks[0], n, m, SYMMETRIC=self.pairs.symmetric,
             SUMS=self.plan.sums, ON_FLAG=on_flag, BLOCK=BLOCK, **kind,
@@ -263,7 +262,7 @@ class Forward:
         height, width = self._call_shape(ready, size, 0)
         for panel in (tile for rows in spans(n, height) for tile in row_of_tiles(rows, m, width)):
             features = ready.descriptors(size, panel, self.flag if on_flag else None)
-            kernels.marked_sums[(triton.cdiv(panel.row_stop - panel.row_start, size.rows),)](
+            kernels.marked_sums[(cdiv(panel.row_stop - panel.row_start, size.rows),)](
                 *features, self.head, self.flag, found, *ready.marks, panel.row_start,
                 panel.col_start, panel.col_stop - panel.col_start, n, m, SUMS=self.plan.sums,
                 ON_FLAG=on_flag, **ready.kind(), **ready.product(size),

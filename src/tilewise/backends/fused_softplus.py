@@ -1,7 +1,6 @@
 """Launching the softplus kernels: sums and gradients in one sweep."""
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.backends import dz as dz_kernels
@@ -9,7 +8,7 @@ from tilewise.backends.fused_backward import Backward, Panel
 from tilewise.backends.plan import Grads
 from tilewise.backends.tuning import TileSize
 from tilewise.reductions import power_of_two
-from tilewise.tiles import Tile
+from tilewise.tiles import Tile, cdiv
 
 
 class Softplus(Backward):
@@ -48,7 +47,7 @@ class Softplus(Backward):
 
         def sums_of(panel: Panel) -> None:
             parts, (height, width) = self._softplus_parts(panel, 1), panel.dz.shape
-            count = triton.cdiv(height, self._softplus_size()[0].rows)
+            count = cdiv(height, self._softplus_size()[0].rows)
             col_part = rows.new_empty(count if columns else 0, width)
             options = {"VALUES": True, "COLUMNS": columns, "SCALED": False, "GRADS": False}
             self._softplus_panel(panel, (self.flag, self.flag, parts, col_part), options)
@@ -68,7 +67,7 @@ class Softplus(Backward):
     def _softplus_parts(self, panel: Panel, count: int) -> Tensor:
         """Row sums by column tile, of softplus or of dz too; see the kernel. (tiles, count, n)"""
         height, width = panel.dz.shape
-        return self.head.new_empty(triton.cdiv(width, self._softplus_size()[0].cols), count, height)
+        return self.head.new_empty(cdiv(width, self._softplus_size()[0].cols), count, height)
 
     def _softplus_panel(
         self, panel: Panel, args: tuple[Tensor, ...], options: dict[str, bool]

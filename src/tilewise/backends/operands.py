@@ -12,12 +12,11 @@ entry less than 2^8. Scores of converted features are too large by the units of 
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.backends.convert import COPY, FP8, SPLIT, convert, largest, store_units
 from tilewise.pairs import Pairs
-from tilewise.tiles import padded
+from tilewise.tiles import cdiv, padded
 
 # The largest entry lies in [2^top, 2^(top + 1)): fp16 ends at 65504, e4m3 at 448.
 TOP = {SPLIT.value: 14, FP8.value: 7}
@@ -87,7 +86,7 @@ class Operand:
             buffer = source.new_empty(n, size, dtype=_dtype(source, form))
         if last != span:
             width = size // 4 if form == SPLIT.value else d
-            convert[(triton.cdiv(n, 16), triton.cdiv(width, 64))](
+            convert[(cdiv(n, 16), cdiv(width, 64))](
                 source, *source.stride(), buffer, size, self.unit, flag, n, d,
                 WIDTH=width, FORM=form, COLS=self.cols, BLOCK=16, TD=64,
             )  # fmt: skip
@@ -116,7 +115,7 @@ def units_of(pairs: Pairs, precision: str) -> Tensor | None:
 
 def _largest(features: Tensor) -> Tensor:
     n, d = features.shape
-    out = features.new_empty(triton.cdiv(n, 16), dtype=torch.float32)
+    out = features.new_empty(cdiv(n, 16), dtype=torch.float32)
     largest[(len(out),)](features, *features.stride(), out, n, d, BLOCK=16, TD=64)
     return out
 

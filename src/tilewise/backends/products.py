@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.backends import adding
 from tilewise.backends import dz as dz_kernels
-from tilewise.tiles import Tile, balanced, padded
+from tilewise.tiles import Tile, balanced, cdiv, padded
 
 
 def piece(length: int, best: int, most: int, unit: int) -> int:
@@ -18,7 +17,7 @@ def piece(length: int, best: int, most: int, unit: int) -> int:
 
 def round_into(out: Tensor, x: Tensor, factor: Tensor, add: bool = False) -> Tensor:
     """x times a factor, rounded into `out` of its shape; both lie in memory without gaps."""
-    adding.scaled[(triton.cdiv(x.numel(), 2048),)](
+    adding.scaled[(cdiv(x.numel(), 2048),)](
         out, x, factor, None, x.numel(), 1, ADD=add, BLOCK=2048, num_warps=8
     )
     return out
@@ -27,7 +26,7 @@ def round_into(out: Tensor, x: Tensor, factor: Tensor, add: bool = False) -> Ten
 def merge(total: Tensor, more: Tensor) -> Tensor:
     """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
     k, size = total.shape
-    adding.merge[(triton.cdiv(size, 256),)](
+    adding.merge[(cdiv(size, 256),)](
         total, *total.stride(), more, *more.stride(), size, K=k, BLOCK=256
     )
     return total
@@ -35,7 +34,7 @@ def merge(total: Tensor, more: Tensor) -> Tensor:
 
 def rescale(grads: Tensor, gain: Tensor) -> None:
     """Multiply each row of a gradient (N, D) by its gain (N,), in place."""
-    adding.scaled[(triton.cdiv(grads.numel(), 2048),)](
+    adding.scaled[(cdiv(grads.numel(), 2048),)](
         grads, grads, gain, gain, grads.numel(), grads.shape[1], ADD=False, BLOCK=2048,
         num_warps=8,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Pairs made ready for the fused kernels: operands, marks and tiles."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -12,7 +12,7 @@ from tilewise.backends.convert import SPLIT
 from tilewise.backends.operands import Operand, units_of
 from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for, tiles_in_turn
 from tilewise.pairs import Pairs
-from tilewise.tiles import Tile
+from tilewise.tiles import Tile, cdiv
 
 
 class Ready(NamedTuple):
@@ -58,7 +58,6 @@ class Ready(NamedTuple):
 
     def in_turn(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
         """What a kernel of `hopper` loads from and stores to, as it takes them."""
-        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia import hopper as gluon
 
         made = [
@@ -67,10 +66,9 @@ class Ready(NamedTuple):
         ]
         if out is not None:
             made.append((out, [size.rows, size.cols // 2]))
-        layouts = [gl.NVMMASharedLayout(min(128, 2 * block[1]), 16, 2) for _, block in made]
         return [
-            gluon.TensorDescriptor.from_tensor(*each, layout)
-            for each, layout in zip(made, layouts, strict=True)
+            gluon.TensorDescriptor.from_tensor(x, block, _shared_layout(block[1]))
+            for x, block in made
         ]
 
     def ring(self, size: TileSize) -> dict[str, int]:
@@ -93,7 +91,7 @@ class Ready(NamedTuple):
         x, other = (side.features for side in sides)
         # fp8 is for the negatives: the one positive of a row is worth its own digits.
         units = self.units if self.rows.form == SPLIT.value else None
-        vectors.measure[(triton.cdiv(len(x), 16),)](
+        vectors.measure[(cdiv(len(x), 16),)](
             x, *x.stride(), other, *other.stride(), units, self.marks[0], norm, other_norm, dot,
             len(x), len(other), x.shape[1], KIND=0 if cols else self.kind()["KIND"], BLOCK=16,
             TD=128, num_stages=1,
@@ -105,6 +103,14 @@ class Ready(NamedTuple):
         return self._replace(
             rows=self.cols, cols=self.rows, marks=(index, col_ids, row_ids, col_labels, row_labels)
         )
+
+
+@cache  # made once: a descriptor is made for every panel
+def _shared_layout(width: int) -> Any:
+    """How a tile of 16-bit numbers, so many in a row, lies in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, 2)
 
 
 def make_ready(pairs: Pairs, precision: str) -> Ready:
