@@ -140,15 +140,21 @@ def test_frozen_columns_where_no_fixed_offset_holds(name):
 
 
 @pytest.mark.parametrize("where", ["device", "host", "disk"])
-def test_pool(where, tmp_path):
+@pytest.mark.parametrize("blocks", [1, 6])
+@pytest.mark.parametrize("step", [1, 4])
+def test_pool(step, blocks, where, tmp_path, monkeypatch):
+    """Queries whose older copies lie side by side, and spread over blocks of columns."""
+    monkeypatch.setattr(hosted, "BLOCK_BYTES", 2 * D * 4096 // blocks)
     pool = tw.Pool(3000, D, device="cuda", where=tmp_path / "pool" if where == "disk" else where)
     for turn in range(5):
         pool.put(unit(800, seed=turn).cuda(), torch.arange(800 * turn, 800 * turn + 800).cuda())
     assert len(pool) == 3000
     query, key = unit(500, seed=8).cuda().requires_grad_(), unit(500, seed=9).cuda()
-    ids = torch.arange(1500, 2000, device="cuda")
+    ids = torch.arange(1500, 1500 + 500 * step, step, device="cuda")
+    held = pool.features.clone()
     loss = tw.info_nce(query, key, 10.0, ids=ids, **pool.negatives())
     loss.backward()
+    assert torch.equal(pool.features, held)
     twin = query.detach().double().requires_grad_()
     dense = tw.info_nce(
         twin, key.double(), 10.0, ids=ids, negatives=pool.features.cuda().double(),
