@@ -116,7 +116,8 @@ def test_evaluation_prepares_samples_where_they_are_loaded():
 
 
 def test_texts_of_other_lengths_are_filled_up():
-    joined = join([{"ids": torch.ones(2, 3)}, {"ids": torch.ones(1, 5)}])
+    ones = torch.ones(2, 5, dtype=torch.int64)
+    joined = join([{"ids": ones[:, :3]}, {"ids": ones[:1]}])
     assert joined["ids"].tolist() == [[1, 1, 1, 0, 0]] * 2 + [[1] * 5]
 
 

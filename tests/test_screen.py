@@ -46,6 +46,16 @@ def test_lines_now_and_then_elsewhere(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["step 2/2  loss 1.5000  scale 14.3  7 s left"]
 
 
+def test_steps_of_minutes_have_an_end(monkeypatch):
+    """How long the rest takes is known whatever a step takes."""
+    screen, now = Screen(shown=True), [0.0]
+    monkeypatch.setattr(screen.bars, "get_time", lambda: now[0])
+    for step in range(4):
+        screen.step(step, 10, {})
+        now[0] += 300.0
+    assert screen.bars.tasks[0].time_remaining == pytest.approx(7 * 300.0)
+
+
 def test_other_ranks_show_nothing(capsys):
     screen = Screen(shown=False)
     run(screen)

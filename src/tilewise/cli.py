@@ -39,6 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     except (TilewiseError, OSError) as error:
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        more = "; tilewise train --name NAME --resume latest goes on from its last checkpoint"
+        print(f"tilewise: interrupted{more if argv[:1] == ['train'] else ''}", file=sys.stderr)
+        return 130
 
 
 def _application(name: str, args: list[str]) -> int:
@@ -98,8 +102,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="data by name, as train_data: pairs.csv, images/, packs/emoji32; an ending such as "
-        "@0-95 takes the samples whose id falls into these hundredths",
+        help="data by name, as train_data: pairs.csv, pairs.csv?images=folder, images/, "
+        "packs/emoji32; an ending such as @0-95 takes the samples whose id falls into these "
+        "hundredths",
     )
     parser.add_argument("out", help="folder for the shards and their manifest, new or without any")
     parser.add_argument("--samples-per-shard", type=int, help="(default 10000)")

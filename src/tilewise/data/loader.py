@@ -20,6 +20,7 @@ from tilewise.data.samples import Sample, Source
 from tilewise.errors import DataError
 
 CHUNK = 128  # samples that a worker loads at a time
+TOKENS = (torch.int32, torch.int64, torch.bool)  # and their masks
 SUBSTITUTES = 32  # samples that are tried in place of a damaged one
 
 Inputs = dict[str, Tensor]
@@ -89,6 +90,12 @@ def _next_good(
 
 def join(chunks: Sequence[Inputs], buffers: "Buffers | None" = None) -> Inputs:
     """One after the other; shorter texts are filled up with zeros."""
+    kinds = {_kind(chunk) for chunk in chunks}
+    if len(kinds) > 1:
+        raise DataError(
+            "all samples must have the same fields, and as many hard negatives, got "
+            + " and ".join(", ".join(f"{n} {tuple(shape)}" for n, shape in k) for k in kinds)
+        )
     joined = {}
     for name in chunks[0]:
         parts = [chunk[name] for chunk in chunks]
@@ -101,6 +108,14 @@ def join(chunks: Sequence[Inputs], buffers: "Buffers | None" = None) -> Inputs:
             shape = (sum(map(len, parts)), *parts[0].shape[1:])
             joined[name] = torch.cat(parts, out=buffers.take(name, shape, parts[0].dtype))
     return joined
+
+
+def _kind(chunk: Inputs) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names of inputs, and what of their shapes must not differ: of tokens all but how many."""
+    return tuple(
+        (name, tuple(x.shape[1:-1] if x.dtype in TOKENS else x.shape[1:]))
+        for name, x in sorted(chunk.items())
+    )
 
 
 class Buffers:

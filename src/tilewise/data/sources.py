@@ -60,7 +60,8 @@ def open_source(name: str, *, index_folder: str | None = None) -> Source:
     synthetic:4096,size=32,noise=0.5           mosaics and the names of their colours
     data/{000..099}.tar, data/                 WebDataset shards
     pairs.jsonl, pairs.csv, pairs.jsonl.xz     tables; ?columns=title:text or
-                                               ?columns=positive,query rename
+                                               ?columns=positive,query rename, ?images=folder says
+                                               where images are, &images=folder does after columns
     folder/                                    class folders of images, as ImageNet's, or arrays
                                                (see `ArrayPack`)
 
@@ -105,17 +106,17 @@ def _existing(path: str) -> Path:
 
 
 def _table_options(options: str, name: str) -> dict[str, Any]:
-    key, _, value = options.partition("=")
-    if not options:
-        return {}
-    if key != "columns" or not value:
+    given = dict(part.partition("=")[::2] for part in options.split("&")) if options else {}
+    if not given.keys() <= {"columns", "images"} or not all(given.values()):
         raise OptionError(
-            f"a table takes ?columns=old:new,... or ?columns=name,name,... got {name!r}"
+            "a table takes ?columns=old:new,... or ?columns=name,name,... and ?images=FOLDER, both "
+            f"as ?columns=...&images=..., got {name!r}"
         )
-    parts = value.split(",")
-    if all(":" in part for part in parts):
-        return {"columns": dict(part.split(":", 1) for part in parts)}
-    return {"columns": tuple(part or None for part in parts)}
+    found: dict[str, Any] = {"images": _existing(given["images"])} if "images" in given else {}
+    parts = given["columns"].split(",") if "columns" in given else []
+    if parts and all(":" in part for part in parts):
+        return {**found, "columns": dict(part.split(":", 1) for part in parts)}
+    return {**found, "columns": tuple(part or None for part in parts)} if parts else found
 
 
 def _part(source: Source, name: str, low: int, high: int) -> Part:

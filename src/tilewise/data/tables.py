@@ -99,7 +99,8 @@ class Table:
         path = os.path.realpath(os.path.join(self.images, self.row(place)["image"]))
         if os.path.commonpath([path, self.images]) != self.images:
             raise DataError(
-                f"the image must lie in {self.images}, got {path}; name its folder as images=",
+                f"the image must lie in {self.images}, got {path}; name its folder as "
+                "TABLE?images=FOLDER",
                 "path",
             )
         try:
@@ -244,7 +245,7 @@ def _checked_path(path: object) -> str:
     if not sound:
         raise DataError(
             f"image must be a path inside the folder of images, got {str(path)[:200]!r}; write it "
-            "relative to that folder, which images= may name",
+            "relative to that folder, which TABLE?images=FOLDER names",
             "path",
         )
     return str(path)

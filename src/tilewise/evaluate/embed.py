@@ -85,8 +85,9 @@ class Embedder:
         loaded = in_order(source, own, partial(_looked_at, view), self.workers)
         found = []
         for span, each in zip(own, loaded, strict=True):
+            self.tell(f"embedding {name}", span.start, len(source))
             found.append(self._found(view, *each))
-            self.tell(f"embedding {name}", span.stop, len(source))
+        self.tell(f"embedding {name}", len(source), len(source))
         parts = self._of_all(found, len(spans))
         texts = list(dict.fromkeys(text for part in parts for text in part.texts))
         queries = [query for part in parts for query in part.queries]
@@ -102,9 +103,11 @@ class Embedder:
         """Features (n, D) of texts; how far it is is told only of those that have a name."""
         spans, found = self._spans(len(texts)), []
         for span in (spans[k] for k in self._own(len(spans))):
-            found.append(self.model.texts(list(texts[span.start : span.stop])).float().cpu())
             if name:
-                self.tell(f"embedding {name}", span.stop, len(texts))
+                self.tell(f"embedding {name}", span.start, len(texts))
+            found.append(self.model.texts(list(texts[span.start : span.stop])).float().cpu())
+        if name:
+            self.tell(f"embedding {name}", len(texts), len(texts))
         return torch.cat(self._of_all(found, len(spans))).to(self.model.device)
 
     def _spans(self, count: int) -> list[range]:
@@ -191,12 +194,18 @@ def pixels_of(samples: Sequence[Sample], size: int = THUMB) -> list[Any]:
 
 def class_names(source: Source, path: str) -> list[str]:
     """A name a line of a file, or those that the data bring."""
+    names = getattr(source, "classes", None)
     if path:
         if not Path(path).is_file():
             raise OptionError(f"classes must be a file with a name a line, {path!r} is not there")
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        return [line.strip() for line in lines if line.strip()]
-    names = getattr(source, "classes", None)
+        given = [line.strip() for line in lines if line.strip()]
+        if names and len(names) != len(given):
+            raise OptionError(
+                f"classes must be a file with a name for each of the data's {len(names)} classes, "
+                f"got {len(given)} in {path}"
+            )
+        return given
     if not names:
         raise DataError(
             "the data do not name their classes; give a file with a name a line (--classes)"

@@ -126,6 +126,11 @@ class ImageText(PairModel):
 
     def precompute(self, inputs: Inputs) -> Inputs:
         """Features of the locked tower in place of images."""
+        if inputs["image"].ndim == 2 and not self.locked:
+            raise DataError(
+                "features take the place of a locked image tower; set lock_image = true, or give "
+                "data with images"
+            )
         if not self.locked or inputs["image"].ndim == 2:
             return inputs
         with torch.no_grad():
@@ -161,6 +166,9 @@ class ImageText(PairModel):
         return Form(_Prepare(view), self._collate, CHANCES + 1)
 
     def _collate(self, prepared: list[dict[str, Any]]) -> Inputs:
+        shapes = {each["image"].shape for each in prepared}
+        if len(shapes) > 1:
+            raise DataError(f"all samples must have images or features of one size, got {shapes}")
         image = torch.from_numpy(np.stack([each["image"] for each in prepared]))
         return {"image": image, "text": self.tokenizer([each["text"] for each in prepared])}
 

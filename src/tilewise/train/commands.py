@@ -15,13 +15,14 @@ from tilewise.models.libraries import need
 from tilewise.models.weights import load_strictly
 from tilewise.train import checkpoint, configfile
 from tilewise.train.build import make_model
-from tilewise.train.config import Config
+from tilewise.train.config import Config, EvalConfig
 from tilewise.train.loop import train
 from tilewise.train.screen import Screen
 from tilewise.train.setup import start
 from tilewise.train.stepping import autocast
 
 DEFAULT = "emoji"
+SENTENCES = "modules.json"  # in a folder of sentence-transformers
 
 
 def train_command(args: Sequence[str]) -> int:
@@ -61,6 +62,8 @@ def eval_command(args: Sequence[str]) -> int:
     suite = Suite(config.eval, *loading, ranks, screen.part)
     model = _loaded(config, found)
     suite.check(model)
+    if found is None and not Path(place).is_dir() and not config.model.pretrained:
+        screen.say("no run is named: this measures weights that were drawn at random")
     folder = (
         Path(config.run.runs) / "eval"
         if found is None
@@ -108,9 +111,12 @@ def _found(place: str) -> tuple[Path | None, Config]:
     path = Path(place)
     if not place or not path.is_dir():
         return None, configfile.read(place or DEFAULT)
+    base = configfile.read(DEFAULT)
     if (path / CONFIG).is_file():
-        base = configfile.read(DEFAULT)
         return None, replace(base, model=replace(base.model, model=place))
+    if (path / SENTENCES).is_file():
+        texts = replace(base.model, kind="text", model=place, pretrained="")
+        return None, replace(base, model=texts, eval=EvalConfig(retrieval=(), zero_shot=()))
     found = _checkpoint(place)
     return found, _config_of(found)
 

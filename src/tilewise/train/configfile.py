@@ -70,7 +70,7 @@ def _check_known(given: dict[str, Any], known: dict[str, Any], what: str) -> Non
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise OptionError(f"unknown {what}: {name!r}; {hint}")
+            raise OptionError(f"{what} {name!r} is not known; {hint}")
 
 
 def _typed(value: Any, known: Any, where: str) -> Any:

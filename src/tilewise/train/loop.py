@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.data.featurecache import cached_features, fingerprint, key_of
-from tilewise.data.loader import Batches, load
+from tilewise.data.loader import Batches, load, moved
 from tilewise.data.order import Order
 from tilewise.data.samples import Source
 from tilewise.data.sources import open_source
@@ -30,9 +29,12 @@ from tilewise.train import checkpoint, logs
 from tilewise.train.build import make_model, train_view
 from tilewise.train.config import Config
 from tilewise.train.configfile import to_toml
+from tilewise.train.objective import check_negatives
 from tilewise.train.screen import Screen
 from tilewise.train.setup import Ranks, start
 from tilewise.train.stepping import Stepper, autocast
+
+RESULTS = "metrics.json"
 
 # What a run cannot go on with another of: weights, moments or the place in the data would not fit.
 DECIDING = (
@@ -75,7 +77,7 @@ class Trainer:
         self.suite.check(self.model)
         self.source = self._cached(source) if data.feature_cache else source
         self.batches = self._batches()
-        _check_sample(self.batches)
+        self._check_sample()
         self.stepper = Stepper(config, ranks, self.model)
         epochs = config.run.epochs * len(self.source) / config.step.batch_size
         self.steps = config.run.steps or max(1, int(epochs))
@@ -97,13 +99,19 @@ class Trainer:
             with autocast(config, device), evaluating(model):
                 return model.precompute(inputs)["image"]
 
-        # It may take longer than ranks wait for each other.
-        while not self.ranks.is_first and not path.exists():
-            time.sleep(1.0)
-        tell = partial(self.screen.part, "embedding with the locked tower")
-        how: dict[str, Any] = {"form": form, "batch": config.eval.eval_batch, "on_progress": tell}
-        with self.screen:
+        def tell(done: int, total: int) -> None:
+            self.screen.part("embedding with the locked tower", done, total)
+            self.ranks.tell(True)  # it may take longer than ranks wait for each other
+
+        how: dict[str, Any] = {"form": form, "batch": config.eval.eval_batch}
+        if not self.ranks.is_first:
+            while self.ranks.tell(None):
+                pass
             return cached_features(source, path, embed, **how)
+        with self.screen:
+            cached = cached_features(source, path, embed, on_progress=tell, **how)
+        self.ranks.tell(False)
+        return cached
 
     def _batches(self) -> Batches:
         data, ranks = self.config.data, self.ranks
@@ -117,6 +125,22 @@ class Trainer:
             workers=data.workers,
             pin=ranks.device.type == "cuda",
         )
+
+    def _check_sample(self) -> None:
+        """One sample goes through: what is wrong with all of them is found before training."""
+        config, form = self.config, self.batches.form
+        inputs = load(self.source, form, [0], np.zeros((1, form.chances))).inputs
+        try:
+            with torch.no_grad(), autocast(config, self.ranks.device), evaluating(self.model):
+                out = self.model(**self.model.precompute(moved(inputs, self.ranks.device)))
+                _check_alike(*(out[name].shape[1] for name in ("rows", "cols")))
+        except (RuntimeError, ValueError, TypeError) as error:
+            shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in inputs.items())
+            raise DataError(
+                f"samples of {config.data.train_data!r} do not go through the model "
+                f"({shapes}): {error}"
+            ) from error
+        check_negatives(config, "negatives" in out)
 
     def _open_folder(self) -> Path:
         """The run's folder, and where to go on from, alike on all ranks."""
@@ -151,7 +175,8 @@ class Trainer:
         newest = checkpoint.latest(folder / "checkpoints") if given == "latest" else Path(given)
         found: Path | None = self.ranks.tell(newest)
         if found is None:
-            return  # the run was stopped before its first checkpoint
+            self.screen.say(f"{folder} has no checkpoint: from the first step on")
+            return
         shot = checkpoint.load(found)
         _check_same(self.config, shot.about.get("config", {}), found)
         checkpoint.restore(self.model, self.stepper.optimizer, shot)
@@ -160,20 +185,21 @@ class Trainer:
         self.stepper.load_state(shot.about.get("stepper", {}))
         self.stepper.objective.pool_state = checkpoint.load_pool(found, self.ranks.rank)
         self.first_step = shot.step
-        if self.ranks.is_first and given == "latest":
+        if self.ranks.is_first:
             checkpoint.forget_after(folder / "checkpoints", shot.step)
 
     def run(self) -> Outcome:
         """All steps that are left."""
         self.screen.say(self._headline())
-        if self.first_step >= self.steps:
+        left = self.first_step < self.steps
+        if not left and self.ranks.tell((self.folder / RESULTS).exists()):
             at = f"{self.folder} is at step {self.first_step} already"
             self.screen.say(f"{at}; nothing is left to do")
             return Outcome(self.folder, self.first_step, {})
         self.model.train()
         try:
             with self.screen:
-                metrics = self._train()
+                metrics = self._train() if left else self._evaluate(self.first_step, last=True)
         finally:
             self.log.close()
         if self.ranks.is_first:
@@ -286,7 +312,7 @@ class Trainer:
         if recalls:
             path = self.folder / "recall.png"
             plots.plot_curves(path, recalls, title="recall", ylabel="share of queries")
-        save_metrics(self.folder / "metrics.json", metrics)
+        save_metrics(self.folder / RESULTS, metrics)
         if metrics:
             self.screen.say(metrics_table(metrics))
         if self.batches.bad:
@@ -294,9 +320,9 @@ class Trainer:
         self.screen.say(f"saved to {self.folder}: checkpoints, metrics.json, metrics.jsonl, *.png")
 
 
-def _check_sample(batches: Batches) -> None:
-    """One sample goes through: what is wrong with all of them is found before training."""
-    load(batches.source, batches.form, [0], np.zeros((1, batches.form.chances)))
+def _check_alike(rows: int, cols: int) -> None:
+    if rows != cols:
+        raise ValueError(f"rows come out with {rows} features, columns with {cols}")
 
 
 def _check_batch(config: Config, ranks: Ranks) -> None:

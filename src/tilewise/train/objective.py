@@ -9,8 +9,18 @@ from torch import Tensor
 
 from tilewise import Pool, clip_loss, info_nce, nt_xent, siglip_loss
 from tilewise.errors import OptionError
-from tilewise.train.config import LossConfig, StepConfig
+from tilewise.train.config import Config, LossConfig, StepConfig
 from tilewise.train.setup import Ranks
+
+
+def check_negatives(config: Config, some: bool) -> None:
+    """Raise where samples bring hard negatives that the loss has no place for."""
+    if some and config.loss.loss != "info_nce":
+        raise OptionError(f"hard negatives need loss = 'info_nce', got {config.loss.loss!r}")
+    if some and config.step.pool:
+        raise OptionError(
+            "a pool and hard negatives of each query are not offered together; set pool = 0"
+        )
 
 
 @dataclass
@@ -34,8 +44,6 @@ class Objective:
         kind = self.loss.loss
         if kind != "siglip":
             options.pop("bias", None)
-        if "negatives" in options and kind != "info_nce":
-            raise OptionError(f"hard negatives need loss = 'info_nce', got {kind!r}")
         if kind == "info_nce":
             return info_nce(rows, cols, scale, **self._with_pool(options, cols))
         losses: dict[str, Callable[..., Tensor]] = {
@@ -48,10 +56,6 @@ class Objective:
     def _with_pool(self, options: dict[str, Any], cols: Tensor) -> dict[str, Any]:
         if not self.step.pool:
             return options
-        if "negatives" in options:
-            raise OptionError(
-                "a pool and hard negatives of each query are not offered together; set pool = 0"
-            )
         if self.pool is None:
             self.pool = self._make_pool(cols.shape[1])
             if self.pool_state is not None:

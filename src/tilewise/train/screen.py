@@ -29,7 +29,10 @@ class Screen:
         self.console = Console(quiet=not shown, soft_wrap=True)
         self.shown, self.watched = shown, shown and self.console.is_terminal
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bars = Progress(TextColumn("{task.description}"), *columns)
+        # A step may take minutes: of the last hours, not of half a minute, is the speed.
+        self.bars = Progress(
+            TextColumn("{task.description}"), *columns, speed_estimate_period=7200.0
+        )
         # Below the bars: beside them they would not fit into 80 columns.
         self.numbers = Text()
         self.live = Live(Group(self.bars, self.numbers), console=self.console, transient=True)

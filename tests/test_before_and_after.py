@@ -1,0 +1,208 @@
+"""What is found out before a run trains, and how runs that ended early go on."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ranks
+from test_models import make_text_folder
+from test_train import ALONE, config, train
+from tilewise import cli
+from tilewise.data.loader import join
+from tilewise.data.sources import open_source
+from tilewise.errors import DataError, OptionError
+from tilewise.models.text_pairs import TextPairs
+from tilewise.train import checkpoint, loop
+from tilewise.train.loop import RESULTS, Trainer
+from tilewise.train.setup import Ranks
+
+
+def steps_in(tmp_path, name="run"):
+    found = checkpoint.steps_in(tmp_path / name / "checkpoints")
+    return [int(each.name.removeprefix("step-")) for each in found]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_branch_from_a_named_checkpoint_is_what_stays(tmp_path, keep):
+    """Checkpoints further on are of another branch: they neither stay nor push new ones out."""
+    how = {"save_every": 1, "keep_checkpoints": 5}
+    train(config(tmp_path, **how))
+    second = tmp_path / "run/checkpoints/step-00000002"
+    # One step more, as if killed before the next.
+    trainer = Trainer(
+        config(tmp_path, resume=str(second), save_every=1, keep_checkpoints=keep), ALONE
+    )
+    assert steps_in(tmp_path) == [1, 2]
+    step, _ = next(trainer._steps())
+    trainer._save(step)
+    assert steps_in(tmp_path) == [1, 2, 3][-keep:]
+
+
+def test_a_run_that_ended_while_it_was_evaluated_is_evaluated(tmp_path, capsys):
+    how = {"retrieval": ["synthetic:9"]}
+    wanted = train(config(tmp_path, **how))
+    for name in (RESULTS, "loss.png"):
+        (wanted.folder / name).unlink()
+    again = train(config(tmp_path, resume="latest", **how))
+    assert again.metrics == wanted.metrics
+    assert json.loads((wanted.folder / RESULTS).read_text())
+    assert (wanted.folder / "loss.png").exists()
+    assert "nothing is left to do" not in capsys.readouterr().out
+    assert train(config(tmp_path, resume="latest", **how)).metrics == {}
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_nothing_to_resume_is_said(tmp_path, capsys):
+    train(config(tmp_path, name="misspelt", resume="latest", steps=1))
+    assert "has no checkpoint: from the first step on" in capsys.readouterr().out
+
+
+@pytest.fixture
+def class_folders(tmp_path):
+    for name in ("red", "green"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8), name).save(tmp_path / "classes" / name / "0.png")
+    return str(tmp_path / "classes")
+
+
+def test_as_many_names_as_classes(tmp_path, class_folders):
+    (tmp_path / "names.txt").write_text("red\n")
+    made = config(tmp_path, zero_shot=[class_folders], classes=str(tmp_path / "names.txt"))
+    with pytest.raises(OptionError, match="each of the data's 2 classes, got 1"):
+        Trainer(made, ALONE)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how", "says"),
+    [
+        ((77, 77), {"lock_image": True}, r"do not go through the model \(image \(77,\)"),
+        ((128, 64), {"lock_image": True}, "features of one size"),
+        ((128, 128), {}, "set lock_image = true"),
+    ],
+    ids=["too many", "mixed", "not locked"],
+)
+def test_features_that_do_not_fit(tmp_path, sizes, how, says, monkeypatch):
+    rows = [
+        {"id": k, "features": np.full(size, 0.5), "text": ("a thing",)}
+        for k, size in enumerate(sizes)
+    ]
+    monkeypatch.setattr(loop, "open_source", lambda name, index_folder: rows)
+    with pytest.raises(DataError, match=says):
+        Trainer(config(tmp_path, batch_size=2, **how), ALONE).run()
+
+
+@pytest.fixture
+def queries(tmp_path):
+    """Texts with a hard negative each."""
+    words = ("red", "green", "blue", "big")
+    rows = [{"query": f"a {w}", "positive": f"{w} thing", "negatives": ["small"]} for w in words]
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(tmp_path / "queries.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"loss": "clip"}, "need loss = 'info_nce'"),
+        ({"loss": "info_nce", "pool": 8}, "set pool = 0"),
+    ],
+    ids=str,
+)
+def test_hard_negatives_that_have_no_place(tmp_path, queries, how, says):
+    folder = make_text_folder(tmp_path / "bert")
+    made = config(tmp_path, kind="text", model=str(folder), train_data=queries, batch_size=4, **how)
+    with pytest.raises(OptionError, match=says):
+        Trainer(made, ALONE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exported_text_encoder_can_be_evaluated(tmp_path, queries, monkeypatch, capsys):
+    TextPairs(str(make_text_folder(tmp_path / "bert"))).export(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["eval", "out", "--retrieval", queries]) == 0
+    found = json.loads((tmp_path / "runs/eval" / RESULTS).read_text())
+    assert found[f"{queries}/queries"] == 4
+    assert "drawn at random" not in capsys.readouterr().out
+
+
+def inputs(count, negatives, length=4, width=5):
+    ids = torch.ones(count, length, dtype=torch.int64)
+    more = {} if not negatives else {"negatives_ids": ids[:, None].expand(count, negatives, length)}
+    return {"query_ids": ids, "image": torch.zeros(count, width), **more}
+
+
+@pytest.mark.parametrize("other", [{"negatives": 0}, {"negatives": 3}, {"width": 6}], ids=str)
+def test_chunks_of_other_kinds_do_not_join(other):
+    """Neither loses what only one has, nor fills up features as if they were texts."""
+    first = inputs(3, 2)
+    joined = join([first, inputs(2, 2, length=9)])
+    assert joined["negatives_ids"].shape == (5, 2, 9)
+    for chunks in ([first, inputs(2, **{"negatives": 2, **other})],) * 2:
+        with pytest.raises(DataError, match="all samples must have the same fields"):
+            join(chunks)
+        chunks.reverse()
+
+
+def no_images(rank, made):
+    try:
+        Trainer(made, Ranks(rank, 2, torch.device("cpu")))
+    except DataError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    except RuntimeError as error:
+        return str(error)
+    return "fine"
+
+
+def test_no_rank_waits_for_features_that_never_come(tmp_path):
+    """The first one finds no image, and is gone: the other learns it from the group."""
+    rows = [{"image": f"{i}.png", "caption": "gone"} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    how = {"lock_image": True, "crop_scale": 1.0, "jitter": 0.0, "feature_cache": str(tmp_path)}
+    made = config(tmp_path, train_data=str(tmp_path / "data.jsonl"), batch_size=4, **how)
+    (said,) = ranks.run(no_images, 2, made, lost=(0,))
+    assert said != "fine"
+
+
+def features_of_all(rank, made):
+    return len(Trainer(made, Ranks(rank, 2, torch.device("cpu"))).source.features)
+
+
+def test_ranks_wait_for_the_first_ones_features(tmp_path):
+    how = {"lock_image": True, "crop_scale": 1.0, "jitter": 0.0, "eval_batch": 16}
+    made = config(tmp_path, feature_cache=str(tmp_path / "cache"), **how)
+    assert ranks.run(features_of_all, 2, made) == [100, 100]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert ranks.run(features_of_all, 2, config(
+        tmp_path, name="again", feature_cache=str(tmp_path / "cache"), **how
+    )) == [100, 100]  # fmt: skip
+
+
+def test_images_of_a_table_may_be_elsewhere(tmp_path):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(np.full((4, 4, 3), 7, np.uint8)).save(tmp_path / "photos/a.png")
+    table = tmp_path / "tables/pairs.csv"
+    table.write_text("file,caption\na.png,seven\n")
+    name = f"{table}?columns=file:image&images={tmp_path / 'photos'}"
+    assert np.asarray(open_source(name)[0]["image"]).max() == 7
+    assert open_source(name)[0]["text"] == ("seven",)
+    with pytest.raises(DataError, match="must be a file to read"):
+        open_source(f"{table}?columns=file:image")[0]
+    for wrong in ("folder=x", "images=", "columns=a:b&images"):
+        with pytest.raises(OptionError, match=r"a table takes \?columns"):
+            open_source(f"{table}?{wrong}")
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*of):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_application", interrupted)
+    assert cli.main(["train"]) == 130
+    assert "--resume latest" in capsys.readouterr().err
