@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tilewise import cli
 from tilewise.data.loader import join
 from tilewise.data.sources import open_source
 from tilewise.errors import DataError, OptionError
+from tilewise.models.image_text import ImageText
 from tilewise.models.text_pairs import TextPairs
 from tilewise.train import checkpoint, loop
 from tilewise.train.loop import RESULTS, Trainer
@@ -169,7 +171,14 @@ def test_no_rank_waits_for_features_that_never_come(tmp_path):
     assert said != "fine"
 
 
-def features_of_all(rank, made):
+def features_of_all(rank, made, each_s=0.0):
+    plain = ImageText.precompute
+
+    def slow(self, inputs):
+        time.sleep(each_s)
+        return plain(self, inputs)
+
+    ImageText.precompute = slow
     return len(Trainer(made, Ranks(rank, 2, torch.device("cpu"))).source.features)
 
 
@@ -181,6 +190,13 @@ def test_ranks_wait_for_the_first_ones_features(tmp_path):
     assert ranks.run(features_of_all, 2, config(
         tmp_path, name="again", feature_cache=str(tmp_path / "cache"), **how
     )) == [100, 100]  # fmt: skip
+
+
+def test_features_may_take_longer_than_ranks_wait(tmp_path):
+    """7 times 1.2 s, and 6 s is as long as a rank waits for another to say something."""
+    how = {"lock_image": True, "crop_scale": 1.0, "jitter": 0.0, "eval_batch": 16}
+    made = config(tmp_path, feature_cache=str(tmp_path / "cache"), **how)
+    assert ranks.run(features_of_all, 2, made, 1.2, timeout=6.0) == [100, 100]
 
 
 def test_images_of_a_table_may_be_elsewhere(tmp_path):
