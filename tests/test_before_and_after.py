@@ -12,7 +12,7 @@ from PIL import Image
 
 import ranks
 from test_models import make_text_folder
-from test_train import ALONE, config, train
+from test_train import ALONE, TINY, config, train
 from tilewise import cli
 from tilewise.data.loader import join
 from tilewise.data.sources import open_source
@@ -57,6 +57,19 @@ def test_a_run_that_ended_while_it_was_evaluated_is_evaluated(tmp_path, capsys):
     assert "nothing is left to do" not in capsys.readouterr().out
     assert train(config(tmp_path, resume="latest", **how)).metrics == {}
     assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_results_of_fewer_steps_are_not_taken_for_these(tmp_path, monkeypatch):
+    """A finished run that goes on, and is stopped during its last evaluation once more."""
+    how = {"retrieval": ["synthetic:9"]}
+    train(config(tmp_path, **how))
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "_evaluate", lambda self, step, last: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config(tmp_path, resume="latest", steps=7, **how))
+    outcome = train(config(tmp_path, resume="latest", steps=7, **how))
+    assert outcome.steps == 7
+    assert outcome.metrics
 
 
 def test_nothing_to_resume_is_said(tmp_path, capsys):
@@ -131,6 +144,9 @@ def test_an_exported_text_encoder_can_be_evaluated(tmp_path, queries, monkeypatc
     found = json.loads((tmp_path / "runs/eval" / RESULTS).read_text())
     assert found[f"{queries}/queries"] == 4
     assert "drawn at random" not in capsys.readouterr().out
+    assert cli.main(["eval", "--model", TINY, "--retrieval", "synthetic:9", "--zero-shot",
+                     "--localise"]) == 0  # fmt: skip
+    assert "drawn at random" in capsys.readouterr().out
 
 
 def inputs(count, negatives, length=4, width=5):

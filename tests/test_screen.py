@@ -46,6 +46,19 @@ def test_lines_now_and_then_elsewhere(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["step 2/2  loss 1.5000  scale 14.3  7 s left"]
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_names_of_data_are_no_markup(watched, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1") if watched else monkeypatch.delenv("FORCE_COLOR", False)
+    monkeypatch.setattr(Screen, "QUIET_S", -1.0)
+    with Screen(shown=True) as screen:
+        screen.part("data/[0-9].tar[/x]", 3, 9)
+        screen.live.refresh()
+        screen.say("to [bold]")
+    out = capsys.readouterr().out
+    assert "data/[0-9].tar[/x]" in out
+    assert "to [bold]" in out
+
+
 def test_steps_of_minutes_have_an_end(monkeypatch):
     """How long the rest takes is known whatever a step takes."""
     screen, now = Screen(shown=True), [0.0]

@@ -90,11 +90,12 @@ def _next_good(
 
 def join(chunks: Sequence[Inputs], buffers: "Buffers | None" = None) -> Inputs:
     """One after the other; shorter texts are filled up with zeros."""
-    kinds = {_kind(chunk) for chunk in chunks}
+    kinds = sorted({_kind(chunk) for chunk in chunks})
     if len(kinds) > 1:
+        found = (", ".join(f"{name} {shape}" for name, shape in kind) for kind in kinds)
         raise DataError(
             "all samples must have the same fields, and as many hard negatives, got "
-            + " and ".join(", ".join(f"{n} {tuple(shape)}" for n, shape in k) for k in kinds)
+            + " and ".join(found)
         )
     joined = {}
     for name in chunks[0]:

@@ -15,8 +15,8 @@ from tilewise.models.libraries import need
 from tilewise.models.weights import load_strictly
 from tilewise.train import checkpoint, configfile
 from tilewise.train.build import make_model
-from tilewise.train.config import Config, EvalConfig
-from tilewise.train.loop import train
+from tilewise.train.config import Config, EvalConfig, ModelConfig
+from tilewise.train.loop import RESULTS, train
 from tilewise.train.screen import Screen
 from tilewise.train.setup import start
 from tilewise.train.stepping import autocast
@@ -62,7 +62,7 @@ def eval_command(args: Sequence[str]) -> int:
     suite = Suite(config.eval, *loading, ranks, screen.part)
     model = _loaded(config, found)
     suite.check(model)
-    if found is None and not Path(place).is_dir() and not config.model.pretrained:
+    if found is None and not _has_weights(config.model):
         screen.say("no run is named: this measures weights that were drawn at random")
     folder = (
         Path(config.run.runs) / "eval"
@@ -78,11 +78,16 @@ def eval_command(args: Sequence[str]) -> int:
     return 0
 
 
+def _has_weights(model: ModelConfig) -> bool:
+    """Whether it begins with some: of a file, or of a folder, as text encoders always do."""
+    return bool(model.pretrained) or Path(model.model).is_dir()
+
+
 def _tell(metrics: dict[str, float], folder: Path, screen: Screen) -> None:
     """Write and print what was measured."""
-    save_metrics(folder / "metrics.json", metrics)
+    save_metrics(folder / RESULTS, metrics)
     screen.say(metrics_table(metrics))
-    screen.say(f"saved to {folder}: metrics.json, pictures (*.png)")
+    screen.say(f"saved to {folder}: {RESULTS}, pictures (*.png)")
 
 
 def export_command(args: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ from tilewise.train.screen import Screen
 from tilewise.train.setup import Ranks, start
 from tilewise.train.stepping import Stepper, autocast
 
-RESULTS = "metrics.json"
+RESULTS = "metrics.json"  # there once a run is done and evaluated
 
 # What a run cannot go on with another of: weights, moments or the place in the data would not fit.
 DECIDING = (
@@ -208,6 +208,8 @@ class Trainer:
 
     def _train(self) -> dict[str, float]:
         """Metrics after the last step."""
+        if self.ranks.is_first:
+            (self.folder / RESULTS).unlink(missing_ok=True)  # of fewer steps, if the run goes on
         metrics: dict[str, float] = {}
         self.screen.step(self.first_step, self.steps, {})
         for step, numbers in self._steps():

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 
@@ -26,13 +25,12 @@ class Screen:
         )
         from rich.text import Text  # noqa: PLC0415
 
-        self.console = Console(quiet=not shown, soft_wrap=True)
+        self.console = Console(quiet=not shown, soft_wrap=True, markup=False)
         self.shown, self.watched = shown, shown and self.console.is_terminal
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-        # A step may take minutes: of the last hours, not of half a minute, is the speed.
-        self.bars = Progress(
-            TextColumn("{task.description}"), *columns, speed_estimate_period=7200.0
-        )
+        # The names of data are no markup. A step may take minutes: its speed is that of hours.
+        name = TextColumn("{task.description}", markup=False)
+        self.bars = Progress(name, *columns, speed_estimate_period=7200.0)
         # Below the bars: beside them they would not fit into 80 columns.
         self.numbers = Text()
         self.live = Live(Group(self.bars, self.numbers), console=self.console, transient=True)
@@ -44,12 +42,7 @@ class Screen:
             self.live.start(refresh=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.live.stop()
 
     def step(self, step: int, steps: int, numbers: dict[str, float]) -> None:
@@ -65,7 +58,7 @@ class Screen:
         self._update(what, done, total)
         if done >= total:
             self.bars.remove_task(self.tasks.pop(what))
-        else:
+        elif done:
             self._line(f"{what}: {done:,}/{total:,}")
 
     def say(self, text: Any) -> None:
