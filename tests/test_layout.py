@@ -22,7 +22,7 @@ LAYERS = {
     "agreement": 3, "entropy": 3,
     "losses": 4,
     "gradcache": 5, "embedding": 5, "pushing": 5, "featurebuffers": 5, "microbatches": 5,
-    "gradsync": 5, "pool": 5,
+    "gradsync": 5, "stepchecks": 5, "pool": 5,
     "randomness": 5, "phases": 5, "models": 5, "data": 5,
     "bench": 6, "check_ring": 6, "bench_report": 6, "cli": 6, "__main__": 6, "train": 6,
     "evaluate": 6, "recipes": 6,

@@ -1,5 +1,9 @@
 """Pools of negatives: what they hold, and the loss over it."""
 
+import copy
+import gc
+import pickle
+
 import pytest
 import torch
 from torch.nn import functional
@@ -106,24 +110,28 @@ def test_the_loss_over_a_pool(where, tmp_path):
 @pytest.mark.parametrize("in_file", [False, True])
 def test_state(in_file, tmp_path):
     path = tmp_path if in_file else None
-    first = pool(10, path)
-    first.put(unit(6), torch.arange(6))
-    first.put(unit(6, 1), torch.arange(3, 9))
+    first, twin = pool(10, path), pool(10)
+    for each in (first, twin):
+        each.put(unit(6), torch.arange(6))
+        each.put(unit(6, 1), torch.arange(3, 9))
     held, state = first.features.clone(), first.state_dict()
     assert ("features" in state) != in_file
+    del first, each
     second = pool(10, path)
     second.load_state_dict(state)
     assert torch.equal(second.features, held)
-    for each in (first, second):
+    for each in (twin, second):
         each.put(unit(4, 2), torch.arange(20, 24))
-    assert torch.equal(first.ids, second.ids)
-    assert torch.equal(first.ages, second.ages)
+    assert torch.equal(twin.ids, second.ids)
+    assert torch.equal(twin.ages, second.ages)
+    assert torch.equal(twin.features, second.features)
     with pytest.raises(tw.ShapeError, match="must fit a pool of 3"):
         pool(3).load_state_dict(state)
     if in_file:
         for other in (pool(10), second, tw.Pool(10, D, dtype=torch.float64, where=tmp_path / "b")):
             with pytest.raises(tw.OptionError, match="not as it was then"):
                 other.load_state_dict(state)
+        del second, each, other
         with pytest.raises(tw.ShapeError, match="must hold a pool of"):
             tw.Pool(10, D, where=tmp_path / "pool")
     else:
@@ -149,6 +157,7 @@ def test_a_file_belongs_to_one_state(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         first.put(unit(2, 1), torch.arange(2))
     monkeypatch.undo()
+    del first, each
     with pytest.raises(tw.OptionError, match="not as it was then"):
         pool(4, tmp_path).load_state_dict(state)
     (tmp_path / "precious").write_bytes(b"data")
@@ -157,6 +166,36 @@ def test_a_file_belongs_to_one_state(tmp_path, monkeypatch):
     assert (tmp_path / "precious").read_bytes() == b"data"
     with pytest.raises(tw.DeviceError, match="'device', 'host' or a path"):
         tw.Pool(4, D, where="cpu")
+
+
+def test_a_file_is_one_pools(tmp_path):
+    """Ranks that name the same file would hold each other's features under their own ids."""
+    first = pool(4, tmp_path)
+    with pytest.raises(tw.DeviceError, match="another pool's"):
+        pool(4, tmp_path)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(tw.OptionError, match="cannot be copied"):
+            copied(first)
+    del first
+    gc.collect()
+    pool(4, tmp_path)
+    bank = pool(4)
+    bank.put(unit(3), torch.arange(3))
+    assert torch.equal(copy.deepcopy(bank).features, bank.features)
+
+
+def test_interrupted_while_old_samples_are_dropped(tmp_path, monkeypatch):
+    """Those that stay may have moved: the file is no longer that of the last state."""
+    bank = pool(4, tmp_path, max_age=2)
+    for turn in range(2):
+        bank.put(unit(2, turn), torch.arange(2) + 2 * turn)
+    state = bank.state_dict()
+    monkeypatch.setattr(tw.Pool, "_places", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bank.put(unit(2, 2), torch.arange(2))
+    del bank
+    with pytest.raises(tw.OptionError, match="not as it was then"):
+        pool(4, tmp_path, max_age=2).load_state_dict(state)
 
 
 def test_a_put_that_is_refused_changes_nothing():
@@ -193,6 +232,12 @@ def test_a_pool_that_is_empty_on_one_rank():
     [
         (lambda: pool(0), "above 0"),
         (lambda: pool(4, max_age=0), "above 0"),
+        (lambda: pool(4, max_age=1.5), "integer above 0, got 1.5"),
+        (lambda: pool(1e3), "size must be an integer"),
+        (lambda: tw.Pool(4, 4.0), "dim must be an integer"),
+        (lambda: tw.Pool(4, D, device="gpu"), "device must be one that is here, got 'gpu'"),
+        (lambda: tw.Pool(4, D, where="Host"), "'host' or a path in a folder .*, got 'Host'"),
+        (lambda: tw.Pool(4, D, where=None), "got None"),
         (lambda: tw.Pool(4, D, dtype=torch.int64), "floating"),
         (lambda: tw.Pool(4, D, where="nowhere/at/all"), "path in a folder"),
         (lambda: pool().put(torch.ones(3, D + 1)), f"size {D}, got {D + 1}"),

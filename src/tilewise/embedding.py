@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tilewise import groups, measure
 from tilewise.errors import OptionError
 from tilewise.featurebuffers import Features, Probe
 from tilewise.gradsync import Averager, forward_of, modules_of, noticing, within
 from tilewise.microbatches import Piece
-from tilewise.randomness import Dice
-from tilewise.trees import Tree, call, map_tensors, tensors
+from tilewise.randomness import Dice, Place, State, all_buffers, graph_leaves
+from tilewise.trees import Tree, call, length, map_tensors, tensors
 
 MIB = 2**20
 # Of free memory, for "auto": the rest is left to whoever else allocates.
@@ -35,6 +36,10 @@ class Towers:
         self.functions = {k for k, e in enumerate(encoders) if not isinstance(e, nn.Module)}
         # Modules that trained all their outputs when last seen, with the same parameters to train.
         self.trains_all: set[int] = set()
+        # Buffers that a forward changes, once it was seen to.
+        self.changing: dict[int, list[Place]] = {}
+        # Of modules, once a graph was seen: tensors that they train and do not name as parameters.
+        self.more: dict[int, list[Tensor]] = {}
         self.to_train: list[bool] = []
 
     def __len__(self) -> int:
@@ -49,6 +54,24 @@ class Towers:
         if self.to_train != before:
             self.trains_all.clear()
         self.known: list[list[Averager] | None] = [within(encoder) for encoder in self.encoders]
+
+    def state_of(self, slot: int) -> State:
+        """What a forward of this encoder may change, as it is now; all there is, if unknown."""
+        places = self.changing.get(slot)
+        return State(all_buffers(self.parts) if places is None else places)
+
+    def leaves_of(self, slot: int, out: Tree, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What outputs will give a gradient to, where that cannot be known without a look.
+
+        Of modules they are remembered, but not `inputs` that are among them.
+        """
+        if slot in self.functions:
+            return graph_leaves(tensors(out))
+        if slot not in self.more and any(x.requires_grad for x in tensors(out)):
+            known = {id(p) for p in (*self.parameters, *inputs)}
+            found = graph_leaves(tensors(out))
+            self.more[slot] = [x for x in found if id(x) not in known]
+        return self.more.get(slot, [])
 
     @property
     def owners(self) -> list[list[Averager]]:
@@ -110,6 +133,7 @@ class Part:
     index: int  # among all parts
     spans: list[slice | None]  # rows of each output among those of the batch; None: all share it
     dice: Dice  # to run it again from
+    state: State  # likewise
     probe: list[Probe]  # of its features, to be met again
     outputs: list[Tensor] = field(default_factory=list)  # with their graph, where it is kept
 
@@ -123,6 +147,7 @@ class Budget:
 
     def __init__(self, keep: float | str, device: torch.device, towers: Towers) -> None:
         self.device, self.auto, self.none = device, keep == "auto", keep == 0
+        self.decided = keep in (0, float("inf"))  # whatever a graph takes
         self.towers = towers
         self.left = float(keep) * MIB if keep != "auto" else AUTO_SHARE * measure.free_bytes(device)
         if self.auto:
@@ -137,7 +162,8 @@ class Budget:
     @contextmanager
     def measure(self, slot: int, graph: bool) -> Iterator[None]:
         """Find out what a graph takes. The first may hold what all share: autocast's copies."""
-        if not graph:
+        if not graph or self.decided:
+            self.costs.setdefault(slot, 0.0)
             yield
             return
         with measure.held_bytes(self.device) as held:
@@ -174,7 +200,7 @@ class Budget:
 
 def _missing_grad_bytes(parameters: Sequence[Tensor]) -> int:
     """What gradients will take that are not there yet."""
-    missing = (p for p in parameters if p.requires_grad and p.grad is None)
+    missing = (p for p in parameters if p.requires_grad and p.grad is None and not is_lazy(p))
     return sum(p.numel() * p.element_size() for p in missing)
 
 
@@ -196,17 +222,20 @@ class Embedding:
         # DDP averages in the backward of a forward that was told so: the last one is run again.
         ends = piece.last and any(owner.by_forward for owner in self.towers.owners[slot])
         keep = features.trained and self.budget.allows(slot) and not ends
-        dice, graph = Dice(), asked or keep
+        dice, state, graph = Dice(), self.towers.state_of(slot), asked or keep
         with self.budget.measure(slot, graph):
             out = self.towers.forward(slot, inputs, graph)
-        spans = features.add(self.towers.names[slot], out, graph)
+        if slot not in self.towers.changing:
+            state = state.that_changed()
+            self.towers.changing[slot] = state.places
+        spans = features.add(self.towers.names[slot], out, graph, length(inputs))
         if graph:
             self.budget.settle(slot)
         if first:
             self.budget.reserve(sum(x.numel() * x.element_size() for x in features.buffers))
         if asked and all(features.learns) and slot not in self.towers.functions:
             self.towers.trains_all.add(slot)
-        part = Part(slot, len(self.parts), spans, dice, features.probe(tensors(out)))
+        part = Part(slot, len(self.parts), spans, dice, state, features.probe(tensors(out)))
         self.parts.append(part)
         if features.trained and keep and self.budget.take(slot):
             part.outputs = tensors(out)

@@ -36,6 +36,7 @@ class Features:
         self.learns: list[bool] = []  # whether an output has a gradient
         self.assumed = False  # so, and not seen
         self.rows: list[int] = []
+        self.per_sample: list[int] = []  # rows, once they were counted
         self.grads: list[Tensor | None] = []
         self.unlike: list[Tensor] = []
         self.ways: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
@@ -50,8 +51,11 @@ class Features:
         """Rows of the longest of them."""
         return max(self.rows, default=0)
 
-    def add(self, name: str, out: Tree, graph: bool) -> list[slice | None]:
-        """Store a micro-batch's outputs, which had a chance of a `graph`; returns where."""
+    def add(self, name: str, out: Tree, graph: bool, samples: int | None) -> list[slice | None]:
+        """Store a micro-batch's outputs, which had a chance of a `graph`; returns where.
+
+        `samples` of inputs, where they can be counted.
+        """
         parts = tensors(out)
         if not self.buffers:
             _check_outputs(name, out)
@@ -68,7 +72,22 @@ class Features:
                 f"{name} must train the same outputs in every micro-batch, got "
                 f"{[x.requires_grad for x in parts]} after {self.learns}"
             )
+        self._check_rows(name, parts, samples)
         return [self._store(i, x.detach()) for i, x in enumerate(parts)]
+
+    def _check_rows(self, name: str, parts: list[Tensor], samples: int | None) -> None:
+        """Raise unless all outputs have a row for each sample, or as many more every time."""
+        if not samples:
+            return
+        rows = [samples if shared else len(x) for x, shared in zip(parts, self.shared, strict=True)]
+        times = [n // samples for n in rows]
+        if any(n % samples for n in rows) or times != (self.per_sample or times):
+            raise ShapeError(
+                f"{name} must return a row for each sample, got outputs of {rows} rows for "
+                f"{samples} samples; put samples first, and what belongs to all of them (means, "
+                "prototypes) into the loss"
+            )
+        self.per_sample = times
 
     def _begin(self, out: Tree, parts: list[Tensor], graph: bool) -> None:
         self.tree, self.rows = map_tensors(lambda x: x.new_empty(0), out), [0] * len(parts)
@@ -90,7 +109,10 @@ class Features:
     def _store(self, i: int, x: Tensor) -> slice | None:
         if self.shared[i]:
             bound = SAME * (torch.finfo(x.dtype).eps if x.is_floating_point() else 0)
-            self.unlike.append((x - self.buffers[i]).abs() > bound * self.buffers[i].abs())
+            if bound:
+                self.unlike.append((x - self.buffers[i]).abs() > bound * self.buffers[i].abs())
+            else:
+                self.unlike.append(x != self.buffers[i])
             return None
         start, stop = self.rows[i], self.rows[i] + len(x)
         if stop > len(self.buffers[i]):

@@ -4,27 +4,38 @@ Embed every micro-batch, those that do not fit without a graph; compute the loss
 once; run the others again with a graph and the same randomness, and push the gradient through.
 """
 
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import groups
 from tilewise.ahead import Ahead, Make
 from tilewise.embedding import Budget, Embedding, Towers, listed
-from tilewise.errors import DeviceError, FiniteError, GradError, OptionError, ShapeError, StepError
+from tilewise.errors import FiniteError, GradError, ShapeError, StepError
 from tilewise.featurebuffers import Features
 from tilewise.gradsync import Averager, noticing
 from tilewise.microbatches import Batch, Piece, Splitter, make_batch
-from tilewise.pairs import check_choice, check_number
+from tilewise.pairs import check_choice
 from tilewise.phases import Phases, StepMetrics
 from tilewise.pushing import Around, Pushing, Root
-from tilewise.randomness import graph_leaves, keep_statistics, training_norms
-from tilewise.trees import Tree, call, map_tensors, tensors
+from tilewise.randomness import counted_once, graph_leaves
+from tilewise.stepchecks import (
+    call_loss,
+    check_in_loss,
+    check_keep,
+    check_loss,
+    checked_device,
+    checked_sizes,
+    refuse_batch_norm,
+    refuse_clash,
+    refuse_graph,
+    refuse_hooks,
+)
+from tilewise.trees import Tree, map_tensors, tensors
 
 Encoder = Callable[..., Tree]
 
@@ -58,8 +69,8 @@ class CachedStep:
             pinned or not, memory maps, iterables) are copied there a micro-batch ahead.
         features: "device", or "host" to hold features and their gradients in host memory, for a
             loss that takes them there (`device=` of tilewise's losses).
-        split: (inputs, micro-batch) -> micro-batches, for inputs that are no tensors, arrays, lists
-            of samples, tuples or mappings of those.
+        split: (inputs, micro-batch) -> micro-batches, for inputs that are cut in another way than
+            by their first dimension, or not at all; of a tensor it is not asked.
         scaler: a GradScaler, for fp16; unscale and step it as usual.
         batch_norm: allow BatchNorm in train mode, whose statistics are then of micro-batches.
         return_features: hand back the features of all samples, detached, to put into a pool.
@@ -85,12 +96,12 @@ class CachedStep:
         shown = [f"encoder {name!r}" for name in self.names or range(len(each))]
         self.towers = Towers(each, shown)
         self.loss, self.scaler, self.split = loss, scaler, split
-        self.micro_batch = _checked_sizes(micro_batch, len(each))
-        _check_keep(keep)
+        self.micro_batch = checked_sizes(micro_batch, len(each))
+        check_keep(keep)
         check_choice("features", features, ("device", "host"))
         self.keep, self.host, self.progress = keep, features == "host", progress
         self.batch_norm, self.return_features = batch_norm, return_features
-        self.device = _checked_device(device)
+        self.device = checked_device(device)
 
     def __call__(self, *inputs: Any, **options: Any) -> StepResult:
         """Loss and gradients of a batch: one input for each encoder, or one iterable for all.
@@ -103,10 +114,14 @@ class CachedStep:
             raise GradError("a step computes gradients, got torch.no_grad(); call it outside")
         self.towers.look()
         if not self.batch_norm:
-            _refuse_batch_norm(self.towers.parts)
+            refuse_batch_norm(self.towers.parts)
         parameters = self.towers.parameters
-        _refuse_hooks(parameters, "_post_accumulate_grad_hooks", "see a part of a gradient")
+        refuse_hooks(parameters, "_post_accumulate_grad_hooks", "see a part of a gradient")
         batch = make_batch(inputs, len(self.towers), self.micro_batch, self.split)
+        for slot, encoder in enumerate(self.towers.encoders[: len(inputs)]):
+            if encoder is not None:
+                refuse_graph(f"input {slot}", inputs[slot])
+        refuse_clash(options, self.names or ())
         device = self.device or _device_of(parameters, inputs)
         with Phases(device, self.progress) as phases:
             return _Run(self, batch, device, phases).all(options)
@@ -135,7 +150,7 @@ class _Run:
         self.embedding = Embedding(
             self.towers, self.features, Budget(step.keep, device, self.towers)
         )
-        self.undo = _Undo()
+        self.undo = _Undo(self)
         self.pushing: Pushing | None = None
         self.verdict: _Verdict | None = None  # of the loss, until it is read
         self.settling = False
@@ -146,7 +161,7 @@ class _Run:
     def all(self, options: dict[str, Any]) -> StepResult:
         # Weights cast without a graph before, in the same autocast: see `Towers.forward`.
         torch.clear_autocast_cache()
-        with self.undo.on_error(self):
+        with self.undo:
             self._embed()
             # Not before: the first forward need not wait for it.
             self.undo.watch(self.towers.parameters)
@@ -160,9 +175,9 @@ class _Run:
         with self.phases.phase("embed", self.batch.count):
             for piece, inputs in self._feed(self.batch.read()):
                 self.where = f"micro-batch {len(parts)}, {self.towers.names[piece.slot]}"
+                own = graph_leaves([x for x in tensors(inputs) if x.requires_grad])
                 out = self.embedding.add(piece, inputs)
-                if piece.slot in self.towers.functions:
-                    self.undo.watch(graph_leaves(tensors(out)))
+                self.undo.watch((*own, *self.towers.leaves_of(piece.slot, out, own)))
                 del out, inputs
                 self.phases.advance()
         if not parts:
@@ -175,9 +190,9 @@ class _Run:
             leaves = [each.finish() for each in self.features]
             args = self.step.arranged([each.tree for each in self.features])
             with noticing(self.in_loss) if groups.is_initialized() else nullcontext():
-                loss = call(partial(self.step.loss, **options), args)
-            _check_loss(loss)
-            _check_in_loss(self.in_loss)
+                loss = call_loss(partial(self.step.loss, **options), args)
+            check_loss(loss)
+            check_in_loss(self.in_loss)
             if self.step.return_features:
                 self.found = map_tensors(Tensor.detach, args)
             del args
@@ -186,7 +201,7 @@ class _Run:
             parameters = [p for p in graph_leaves([loss]) if id(p) not in known]
             for owner in self.towers.every_owner:
                 owner.check_owns(parameters)
-            _refuse_hooks(parameters, "_backward_hooks", "run twice on a parameter of the loss")
+            refuse_hooks(parameters, "_backward_hooks", "run twice on a parameter of the loss")
             self.undo.watch(parameters)
             scaled = loss if self.step.scaler is None else self.step.scaler.scale(loss)
             with torch.autocast(loss.device.type, enabled=False):
@@ -213,7 +228,8 @@ class _Run:
         around = Around(self._feed, self.undo.watch, self._settle)
         kept, total = len(pushing.kept), len(pushing.trained)
         self.where = "the backward"
-        with self.phases.phase("replay", total), keep_statistics(self.towers.parts):
+        changing = (place for found in self.towers.changing.values() for place in found)
+        with self.phases.phase("replay", total), counted_once(self.towers.parts, changing):
             for part in pushing.push(parameters, self.batch.read(), around):
                 self.where = f"the backward, after micro-batch {part.index}"
                 self.phases.advance()
@@ -250,7 +266,7 @@ class _Verdict:
     def __init__(self, loss: Tensor, owners: Sequence[Averager]) -> None:
         bad = (~torch.isfinite(loss)).float()
         # Those that do not tell their ranks are taken for parts of the whole world.
-        by_group = {o.group or groups.world(): o for o in owners}
+        by_group = {o.group or groups.world(): o for o in owners if o.trained}
         for group, owner in by_group.items():
             bad = groups.add_up(bad.to(owner.trained[0].device), group)
         self.loss, self.together = loss, bool(by_group)
@@ -272,7 +288,8 @@ class _Verdict:
 class _Undo:
     """Gradients as they were, if a step fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: _Run) -> None:
+        self.run = run
         self.had: dict[int, bool] = {}
         self.fresh: list[Tensor] = []
         self.touched = False
@@ -284,95 +301,30 @@ class _Undo:
                 self.had[id(p)] = p.grad is not None
                 self.fresh += [] if p.grad is not None else [p]
 
-    @contextmanager
-    def on_error(self, run: _Run) -> Iterator[None]:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Take back what was added to gradients that were None; say what became of the others."""
-        try:
-            yield
-        except BaseException as error:
-            for p in self.fresh:
-                p.grad = None
-            if not isinstance(error, Exception):
-                raise
-            state = "gradients are as they were"
-            if self.touched and any(self.had.values()):
-                state = "gradients were being accumulated and are invalid now: set them to None"
-            raise StepError(f"{run.place()}: {type(error).__name__}: {error}; {state}") from error
-        finally:
-            for owner in run.towers.every_owner:
-                owner.set_average(True)
-
-
-def _checked_sizes(micro_batch: int | Sequence[int], slots: int) -> list[int]:
-    sizes: list[Any] = [micro_batch] * slots
-    if isinstance(micro_batch, (list, tuple)):
-        sizes = list(micro_batch)
-    whole = (
-        isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) > 0 for n in sizes
-    )
-    if len(sizes) != slots or not all(whole):
-        raise OptionError(
-            f"micro_batch must be a number above 0, or one for each of {slots} encoders, got "
-            f"{micro_batch!r}"
-        )
-    return [int(n) for n in sizes]
-
-
-def _check_keep(keep: float | str) -> None:
-    if keep == "auto" or (isinstance(keep, float) and keep == float("inf")):
-        return
-    if isinstance(keep, str) or check_number("keep", keep) < 0:
-        raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep!r}")
-
-
-def _checked_device(device: torch.device | str | None) -> torch.device | None:
-    if device is None:
-        return None
-    try:
-        # With an index: "cuda" is the current one.
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
-
-
-def _refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
-    norms = training_norms(modules)
-    if norms:
-        raise OptionError(
-            f"{type(norms[0]).__name__} in train mode takes the statistics of a micro-batch, and "
-            "takes them twice: no longer those of the batch. Call .eval() on it, use LayerNorm or "
-            "GroupNorm, or pass batch_norm=True to accept statistics of micro-batches, counted once"
-        )
-
-
-def _refuse_hooks(parameters: Iterable[Tensor], kind: str, what: str) -> None:
-    if any(getattr(p, kind, None) for p in parameters):
-        raise OptionError(
-            f"a hook on a gradient would {what} in a cached step, got a parameter with one; take "
-            "it off, and do its work on .grad after the step"
-        )
-
-
-def _check_in_loss(owners: Sequence[Averager]) -> None:
-    if any(not owner.by_forward for owner in owners):
-        raise OptionError(
-            "the loss must not run a module that fully_shard has sharded, whose gradients would be "
-            "lost; run it at the end of an encoder"
-        )
+        owners = self.run.towers.every_owner
+        for owner in owners:
+            owner.set_average(True)
+        if error is None:
+            return
+        for p in self.fresh:
+            p.grad = None
+        for owner in owners:
+            owner.forget()
+        if not isinstance(error, Exception):
+            return
+        state = "gradients are as they were"
+        if self.touched and any(self.had.values()):
+            state = "gradients were being accumulated and are invalid now: set them to None"
+        place = self.run.place()
+        raise StepError(f"{place}: {type(error).__name__}: {error}; {state}") from error
 
 
 def _device_of(parameters: Sequence[Tensor], inputs: tuple[Any, ...]) -> torch.device:
     """Of the first parameter, or of the first input that is on one."""
     known = parameters or tensors(inputs)
     return known[0].device if known else torch.device("cpu")
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ShapeError(f"the loss must be a tensor with one number, got {got}; reduce it")
-    if not loss.requires_grad:
-        raise GradError(
-            "the loss must depend on something to train, got one without gradient; unfreeze an "
-            "encoder, or check that the loss does not detach its features"
-        )

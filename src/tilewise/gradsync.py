@@ -108,6 +108,22 @@ class Averager:
             self.module.set_requires_gradient_sync(wanted)
             self.module.set_is_last_backward(wanted)
 
+    def forget(self) -> None:
+        """Drop what FSDP2 has added up and not yet averaged, of which no `.grad` tells.
+
+        It has no public way to; by names of torch 2.6 to 2.13.
+        """
+        if self.by_forward:
+            return
+        for part in self.module.modules():
+            state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+            own = getattr(state, "_fsdp_param_group", None)
+            for group in getattr(state, "_fsdp_param_groups", [own] if own else []):
+                for p in group.fsdp_params:
+                    p.unsharded_accumulated_grad = None
+                    if hasattr(p, "_unsharded_param"):
+                        p._unsharded_param.grad = None
+
     def check_owns(self, parameters: Iterable[Any]) -> None:
         """Raise if the loss uses a parameter in a way that the module would not average."""
         if not self.looks_for_unused:

@@ -2,15 +2,18 @@
 
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
+
+Result = TypeVar("Result")
 
 # Large enough that a product runs at the machine's full speed, small enough to take a moment.
 GEMM_SIZES = {"cpu": 4096, "cuda": 8192}
@@ -129,6 +132,14 @@ class Held:
     bytes: float = 0.0
 
 
+def _untraced(call: Callable[..., Result]) -> Callable[..., Result]:
+    """Left alone by torch.compile, which is not imported for it."""
+    if "torch._dynamo" not in sys.modules:
+        return call
+    untraced: Callable[..., Result] = torch.compiler.disable(call)
+    return untraced
+
+
 @contextmanager
 def held_bytes(device: torch.device) -> Iterator[Held]:
     """What the graph made inside holds: memory still in use, or, off CUDA, the saved tensors."""
@@ -140,14 +151,24 @@ def held_bytes(device: torch.device) -> Iterator[Held]:
         return
     saved: dict[int, int] = {}
 
-    def note(x: Tensor) -> Tensor:
+    def note(x: Tensor) -> tuple[Tensor, int]:
         source = x if x._base is None else x._base
         if not (source.is_leaf and source.requires_grad):  # parameters are there anyway
             storage = x.untyped_storage()
             saved[storage.data_ptr()] = storage.nbytes()
         # Not x itself: a node that saves its own output would hold itself.
-        return x.detach()
+        return x.detach(), x._version
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    def hand_out(noted: tuple[Tensor, int]) -> Tensor:
+        x, version = noted
+        # Which autograd leaves to whoever has hooks.
+        if x._version != version:
+            raise RuntimeError(
+                f"a tensor {tuple(x.shape)} that the gradient needs was modified by an inplace "
+                "operation; do that on a copy"
+            )
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(_untraced(note), _untraced(hand_out)):
         yield held
     held.bytes = sum(saved.values())

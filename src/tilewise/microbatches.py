@@ -186,7 +186,7 @@ def _is_stream(source: Any) -> bool:
 
 
 def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> Cut:
-    if split is not None:
+    if split is not None and not isinstance(inputs, Tensor):
         pieces = list(split(inputs, step))
         if not pieces:
             raise ShapeError(f"split must give micro-batches, got none for {name}")

@@ -4,10 +4,11 @@ They are on the device, in pinned host memory or in a memory-mapped file, and pa
 further columns: the data that a loss sees is no longer bounded by the data that it trains on.
 """
 
+import importlib
 import json
 import secrets
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import IO, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -40,9 +41,10 @@ class Pool:
     Args:
         size, dim: most samples, and features of each.
         device: where losses are computed, and ids and ages are held.
-        where: "device", "host" (pinned memory), or a path to a file, made if it is not there.
+        where: "device", "host" (pinned memory), or a path to a file, made if it is not there: one
+            for each pool, so one for each rank.
         dtype: of the features; those put in are rounded to it.
-        max_age: how many `put`s ago a sample may have been put; older ones are dropped.
+        max_age: how many `put`s a sample lasts, its own counted: 1 leaves those of the last one.
         overwrite: whether samples of known ids take the place of their older selves.
     """
 
@@ -57,16 +59,17 @@ class Pool:
         max_age: int | None = None,
         overwrite: bool = True,
     ) -> None:
-        if size < 1 or dim < 1 or (max_age is not None and max_age < 1):
-            raise OptionError(
-                f"size, dim and max_age must be above 0, got {size}, {dim} and {max_age}"
-            )
+        last = 1 if max_age is None else max_age
+        for name, number in {"size": size, "dim": dim, "max_age": last}.items():
+            if not isinstance(number, int) or number < 1:
+                raise OptionError(f"{name} must be an integer above 0, got {number!r}")
         if dtype not in FLOAT_DTYPES:
             raise OptionError(f"dtype must be a floating one, got {dtype}")
         self.size, self.dim, self.max_age, self.overwrite = size, dim, max_age, overwrite
-        self.device = torch.empty(0, device=device).device
-        self._features = _memory(size, dim, dtype, where, self.device)
-        self.path = None if where in ("device", "host") else Path(where)
+        self.device = _checked_device(device)
+        self.path = None if where in ("device", "host") else _checked_path(where)
+        self._lock = None if self.path is None else _locked(self.path)
+        self._features = _memory(size, dim, dtype, self.path or str(where), self.device)
         known = {key: x for key, x in self._noted().items() if key != "token"}
         if known not in ({}, _facts(self._features)):
             raise ShapeError(
@@ -77,6 +80,8 @@ class Pool:
         self._born, self._ids = torch.zeros(2, size, dtype=torch.int64, device=self.device)
         self._count, self._clock = 0, 0
         self._token = ""
+        if not known:
+            self._note("")
         self._named: bool | None = None  # whether samples have ids, once that is known
 
     def __len__(self) -> int:
@@ -127,6 +132,7 @@ class Pool:
         self._clock += 1
         self._named = ids is not None
         if self.max_age is not None:
+            self._note("")  # what stays may move
             self._drop(self._born[: self._count] <= self._clock - self.max_age)
         if ids is not None:
             ids = ids.to(self.device, torch.int64)
@@ -173,6 +179,14 @@ class Pool:
         for of in (self._features, self._born, self._ids):
             of[holes.to(of.device)] = of[(left + moved).to(of.device)]
         self._count = left
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.path is not None:
+            raise OptionError(
+                f"a pool in a file cannot be copied or pickled, got that of {self.path}: two would "
+                "share the file; take its state_dict"
+            )
+        return self.__dict__
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of all that is held; but features that are in a file stay there."""
@@ -232,6 +246,46 @@ def _facts(features: Tensor) -> dict[str, Any]:
     return {"shape": list(features.shape), "dtype": str(features.dtype)}
 
 
+def _checked_device(device: Device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
+
+
+def _checked_path(where: Any) -> Path:
+    """A path that is meant as one: no word that may be a misspelt place."""
+    word = isinstance(where, str) and Path(where).name == where and not Path(where).suffix
+    if not isinstance(where, (str, Path)) or word or not Path(where).parent.is_dir():
+        raise DeviceError(
+            "where must be 'device', 'host' or a path in a folder that is there (./NAME for one "
+            f"here), got {where!r}"
+        )
+    path = Path(where)
+    if path.exists() and path.stat().st_size and not _beside(path).exists():
+        raise DeviceError(
+            f"the file {path} is there and is no pool: nothing beside it says so; name another"
+        )
+    return path
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, open and locked for as long as it stays open."""
+    file = path.open("ab")
+    try:
+        # Not on Windows, where nobody is kept out.
+        fcntl = importlib.import_module("fcntl")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ModuleNotFoundError:
+        pass
+    except OSError as error:
+        raise DeviceError(
+            f"the file {path} is another pool's, here or in another process; name one file for "
+            "each pool and rank, or delete that pool first"
+        ) from error
+    return file
+
+
 def _memory(
     size: int, dim: int, dtype: torch.dtype, where: Path | str, device: torch.device
 ) -> Tensor:
@@ -239,14 +293,7 @@ def _memory(
         return torch.zeros(size, dim, dtype=dtype, device=device)
     if where == "host":
         return torch.zeros(size, dim, dtype=dtype, pin_memory=device.type == "cuda")
-    path = Path(where)
-    if not path.parent.is_dir() or where in ("cpu", "cuda", "disk"):
-        raise DeviceError(f"where must be 'device', 'host' or a path in a folder, got {where!r}")
-    if path.exists() and path.stat().st_size and not _beside(path).exists():
-        raise DeviceError(
-            f"the file {path} is there and is no pool: nothing beside it says so; name another"
-        )
-    mapped = torch.from_file(str(path), shared=True, size=size * dim, dtype=dtype)
+    mapped = torch.from_file(str(where), shared=True, size=size * dim, dtype=dtype)
     return mapped.view(size, dim)
 
 

@@ -117,7 +117,7 @@ class Pushing:
         for _, inputs in step.feed(chosen()):
             self.current = part = coming.pop(0)
             final = [o for o in self.owners[part.slot] if self.final[o] is part]
-            with replayed(part.dice):
+            with replayed(part.dice, part.state):
                 out = self.towers.forward(part.slot, inputs, True, final)
             outputs = tensors(out)
             step.watch(graph_leaves(outputs) if part.slot in self.towers.functions else ())
@@ -212,13 +212,18 @@ def _bound(outputs: Sequence[Tensor]) -> float:
 
 
 def _difference(pairs: Sequence[tuple[Probe, Probe]]) -> Tensor:
-    """The largest change of a row's numbers, over its length; equal infinities are equal."""
+    """The largest change of a row's numbers, over its length; what is not finite may be equal.
+
+    Over the usual length of a row, where that is more: one number may be near 0 by chance, and is
+    rounded as the others are.
+    """
     again, before = (Probe(*map(torch.cat, zip(*side, strict=True)))
                      for side in zip(*pairs, strict=True))  # fmt: skip
-    changes = [torch.where(x == old, 0.0, (x - old).abs())
+    changes = [torch.where((x == old) | (x.isnan() & old.isnan()), 0.0, (x - old).abs())
                for x, old in zip(again, before, strict=True)]  # fmt: skip
-    tiny = torch.finfo(before.length.dtype).tiny
-    return (torch.maximum(*changes) / before.length.clamp(min=tiny)).max().double()
+    lengths = before.length.nan_to_num(posinf=0.0)
+    usual = (lengths.norm() / len(lengths) ** 0.5).clamp(min=torch.finfo(lengths.dtype).tiny)
+    return (torch.maximum(*changes) / lengths.maximum(usual)).max().double()
 
 
 def _as_many(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:

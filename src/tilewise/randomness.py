@@ -1,7 +1,8 @@
 """The same forward again: random numbers as they were, statistics left alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,69 @@ class Dice:
             torch.cuda.set_rng_state_all(self.devices)
 
 
+class Place(NamedTuple):
+    """A buffer of a module."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What is there now."""
+        return getattr(self.module, self.name, None)
+
+
+def all_buffers(modules: Sequence[nn.Module]) -> list[Place]:
+    """But for statistics of norms in train mode, which do not depend on what was counted before."""
+    return [Place(module, name) for module in modules if not _counts(module)
+            for name, x in module._buffers.items() if x is not None]  # fmt: skip
+
+
+class State:
+    """Buffers that a forward may change, as they were before it: a counter, a spectral norm."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = list(places)
+        self.seen = [place.tensor for place in self.places]  # held, so that none is another
+        self.versions = [_version(x) for x in self.seen]
+        self.values = [_copy(place.tensor) for place in self.places]
+
+    def that_changed(self) -> "State":
+        """Of those that did since, and only those."""
+        changed = [i for i, place in enumerate(self.places)
+                   if place.tensor is not self.seen[i]
+                   or _version(self.seen[i]) != self.versions[i]]  # fmt: skip
+        state = State([])
+        state.places = [self.places[i] for i in changed]
+        state.values = [self.values[i] for i in changed]
+        return state
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make them what they were."""
+        for place, value in zip(self.places, self.values, strict=True):
+            now = place.tensor
+            if now is None or value is None or now.shape != value.shape:
+                setattr(*place, _copy(value))
+            else:
+                now.copy_(value)
+
+
+def _version(x: Tensor | None) -> int:
+    """Another one after every change."""
+    return 0 if x is None else x._version
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().clone()
+
+
 @contextmanager
-def replayed(dice: Dice) -> Iterator[None]:
+def replayed(dice: Dice, state: State) -> Iterator[None]:
     """Draw what was drawn from a state, and go on as if nothing had been drawn."""
     now = Dice()
     dice.roll_on()
+    state.put_back()
     try:
         yield
     finally:
@@ -33,23 +92,31 @@ def replayed(dice: Dice) -> Iterator[None]:
 
 
 @contextmanager
-def keep_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave running statistics as they are: those of each micro-batch are counted once."""
-    norms = nn.modules.batchnorm._NormBase  # InstanceNorm may track them too
-    found = (module for module in modules if isinstance(module, norms) and module.training)
-    buffers = [x for norm in found for x in norm.buffers()]
-    copies = [x.clone() for x in buffers]
+def counted_once(modules: Sequence[nn.Module], changing: Iterable[Place]) -> Iterator[None]:
+    """Leave buffers as they are, running statistics among them, whatever is run again inside."""
+    norms = [Place(module, name) for module in modules if _counts(module)
+             for name in module._buffers]  # fmt: skip
+    now = State([*norms, *changing])
     try:
         yield
     finally:
-        for x, copy in zip(buffers, copies, strict=True):
-            x.copy_(copy)
+        now.put_back()
 
 
-def training_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Every BatchNorm that takes the statistics of what it sees."""
+def _counts(module: nn.Module) -> bool:
+    """Whether it keeps running statistics of what it sees; InstanceNorm may too."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+
+
+def training_norms(modules: Sequence[nn.Module]) -> list[str]:
+    """Kinds of every BatchNorm that takes the statistics of what it sees, scripted ones too."""
+    kinds = [
+        (module, str(getattr(module, "original_name", type(module).__name__)))
+        for module in modules
+        if module.training
+    ]
     norms = nn.modules.batchnorm._BatchNorm
-    return [module for module in modules if isinstance(module, norms) and module.training]
+    return [kind for x, kind in kinds if isinstance(x, norms) or kind.startswith("BatchNorm")]
 
 
 def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:

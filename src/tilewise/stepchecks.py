@@ -1,0 +1,125 @@
+"""What a cached step cannot do, said before it is begun, or as soon as it is seen."""
+
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import DeviceError, GradError, OptionError, ShapeError
+from tilewise.gradsync import Averager
+from tilewise.pairs import check_number
+from tilewise.randomness import training_norms
+from tilewise.trees import Tree, call, leaves
+
+LOOKED_AT = 64  # of the samples of a list
+
+
+def checked_sizes(micro_batch: int | Sequence[int], slots: int) -> list[int]:
+    """One micro-batch for each encoder."""
+    sizes: list[Any] = [micro_batch] * slots
+    if isinstance(micro_batch, (list, tuple)):
+        sizes = list(micro_batch)
+    whole = (
+        isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) > 0 for n in sizes
+    )
+    if len(sizes) != slots or not all(whole):
+        raise OptionError(
+            f"micro_batch must be a number above 0, or one for each of {slots} encoders, got "
+            f"{micro_batch!r}"
+        )
+    return [int(n) for n in sizes]
+
+
+def check_keep(keep: float | str) -> None:
+    """MiB, or what is free."""
+    if keep == "auto" or (isinstance(keep, float) and keep == float("inf")):
+        return
+    if isinstance(keep, str) or check_number("keep", keep) < 0:
+        raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep!r}")
+
+
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """A device with its index; None for that of the encoders."""
+    if device is None:
+        return None
+    try:
+        # With an index: "cuda" is the current one.
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
+
+
+def refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
+    """Whose statistics would be of micro-batches, counted twice."""
+    norms = training_norms(modules)
+    if norms:
+        raise OptionError(
+            f"{norms[0]} in train mode takes the statistics of a micro-batch, and "
+            "takes them twice: no longer those of the batch. Call .eval() on it, use LayerNorm or "
+            "GroupNorm, or pass batch_norm=True to accept statistics of micro-batches, counted once"
+        )
+
+
+def refuse_hooks(parameters: Iterable[Tensor], kind: str, what: str) -> None:
+    """Of parameters, of a kind."""
+    if any(getattr(p, kind, None) for p in parameters):
+        raise OptionError(
+            f"a hook on a gradient would {what} in a cached step, got a parameter with one; take "
+            "it off, and do its work on .grad after the step"
+        )
+
+
+def refuse_graph(name: str, inputs: Tree) -> None:
+    """Raise if inputs were computed with a graph, through which each micro-batch would go back."""
+    some = (x for x in islice(leaves(inputs), LOOKED_AT) if isinstance(x, Tensor))
+    if any(x.requires_grad and not x.is_leaf for x in some):
+        raise GradError(
+            f"{name} must not have a graph of its own, got a tensor that was computed from one "
+            "with gradients; detach it, or compute it in the encoder"
+        )
+
+
+def refuse_clash(options: Iterable[str], names: Iterable[str]) -> None:
+    """Of the loss's keywords with names of encoders, which are keywords too."""
+    for name in set(options).intersection(names):
+        raise OptionError(
+            f"the loss gets {name!r} from the encoder of that name, got an option of the same "
+            "name; call one of them otherwise"
+        )
+
+
+def check_in_loss(owners: Sequence[Averager]) -> None:
+    """Of modules that the loss ran."""
+    if any(not owner.by_forward for owner in owners):
+        raise OptionError(
+            "the loss must not run a module that fully_shard has sharded, whose gradients would be "
+            "lost; run it at the end of an encoder"
+        )
+
+
+def call_loss(loss: Callable[..., Any], features: Tree) -> Any:
+    """The loss of features, which are leaves to it."""
+    try:
+        return call(loss, features)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise OptionError(
+            "the loss must leave its features as they are, which are held once for the whole "
+            f"batch: {error}; write x = x * y instead of x *= y"
+        ) from error
+
+
+def check_loss(loss: Any) -> None:
+    """A number that can be differentiated."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ShapeError(f"the loss must be a tensor with one number, got {got}; reduce it")
+    if not loss.requires_grad:
+        raise GradError(
+            "the loss must depend on something to train, got one without gradient; unfreeze an "
+            "encoder, or check that the loss does not detach its features"
+        )
