@@ -39,7 +39,7 @@ class Colours(PairModel):
     def images(self, pixels):
         return torch.nn.functional.normalize(pixels.float().mean((2, 3)), dim=1)
 
-    def texts(self, texts):
+    def texts(self, texts, *, queries=False):
         rows = [sum((np.array(c) for n, c in COLOURS.items() if n in text), np.ones(3))
                 for text in texts]  # fmt: skip
         return torch.nn.functional.normalize(torch.tensor(np.stack(rows)).float(), dim=1)
@@ -223,7 +223,7 @@ def test_what_every_text_finds_does_not_count(folder, tmp_path):
     """A model whose texts are all most like the empty canvas still finds what they name."""
 
     class Drawn(Colours):
-        def texts(self, texts):
+        def texts(self, texts, *, queries=False):
             return torch.cat([super().texts(texts), torch.full((len(texts), 1), 5.0)], 1)
 
         def patches(self, pixels):

@@ -5,13 +5,19 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import ranks
+from tilewise.data.loader import load
+from tilewise.data.views import View
 from tilewise.errors import DataError, DeviceError, FiniteError, OptionError
+from tilewise.evaluate.embed import Embedder
+from tilewise.models.base import evaluating
 from tilewise.train import checkpoint
+from tilewise.train.commands import eval_command
 from tilewise.train.config import Config
 from tilewise.train.configfile import from_tables
 from tilewise.train.logs import Log
@@ -350,6 +356,28 @@ def test_queries_and_documents_in_two_parts(tmp_path):
     stopped(config(tmp_path, name="parts", **more))
     second = train(config(tmp_path, name="parts", resume="latest", **more))
     assert losses(second) == losses(whole)
+
+
+def test_prefixes_are_those_of_training_wherever_texts_are_embedded(tmp_path):
+    """By the evaluations of a run, and by `tilewise eval` of it."""
+    pairs = str(tmp_path / "pairs.jsonl")
+    more = {**text_data(tmp_path), "retrieval": [pairs], "max_length": 12}
+    more |= {"query_prefix": "red red ", "document_prefix": "small a "}
+    trainer = Trainer(config(tmp_path, steps=1, **more), ALONE)
+    source = trainer.suite.sources[pairs]
+    form = trainer.model.form(View(1))
+    inputs = load(source, form, range(len(source)), np.zeros((len(source), 1))).inputs
+    metrics = trainer.run().metrics
+    with evaluating(trainer.model):
+        out = trainer.model(**inputs)
+        found = Embedder(trainer.model, 8).embed(source)
+    torch.testing.assert_close(found.queries.features, out["rows"])
+    each = {int(number): row for number, row in zip(found.texts.ids, found.texts.features)}
+    documents = torch.stack([each[source[i]["id"]] for i in range(len(source))])
+    torch.testing.assert_close(documents, out["cols"])
+    assert eval_command([str(tmp_path / "run")]) == 0
+    again = json.loads((tmp_path / "run" / "eval-step-00000001" / "metrics.json").read_text())
+    assert again == metrics
 
 
 def test_queries_and_documents_on_ranks(tmp_path):

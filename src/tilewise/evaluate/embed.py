@@ -94,18 +94,21 @@ class Embedder:
         return Embedded(
             images=self._images(parts),
             texts=self._text_side(texts, name) if texts and self.model.can("texts") else None,
-            queries=self._text_side(queries, name) if queries else None,
+            queries=self._text_side(queries, name, queries=True) if queries else None,
             labels=self._labels(parts),
             bad=sum((part.bad for part in parts), Counter[str]()),
         )
 
-    def encode(self, texts: Sequence[str], name: str = "") -> Tensor:
-        """Features (n, D) of texts; how far it is is told only of those that have a name."""
+    def encode(self, texts: Sequence[str], name: str = "", *, queries: bool = False) -> Tensor:
+        """Features (n, D) of texts, or of queries; how far it is is told only of those that have a
+        name.
+        """
         spans, found = self._spans(len(texts)), []
         for span in (spans[k] for k in self._own(len(spans))):
             if name:
                 self.tell(f"embedding {name}", span.start, len(texts))
-            found.append(self.model.texts(list(texts[span.start : span.stop])).float().cpu())
+            part = list(texts[span.start : span.stop])
+            found.append(self.model.texts(part, queries=queries).float().cpu())
         if name:
             self.tell(f"embedding {name}", len(texts), len(texts))
         return torch.cat(self._of_all(found, len(spans))).to(self.model.device)
@@ -156,9 +159,11 @@ class Embedder:
         known = bool(labels) and min(labels) >= 0
         return torch.tensor(labels, device=self.model.device) if known else None
 
-    def _text_side(self, pairs: Sequence[tuple[int, str]], name: str) -> Side:
+    def _text_side(
+        self, pairs: Sequence[tuple[int, str]], name: str, *, queries: bool = False
+    ) -> Side:
         texts = [text for _, text in pairs]
-        encoded = self.encode(texts, f"texts of {name}")
+        encoded = self.encode(texts, f"texts of {name}", queries=queries)
         return self._side(encoded, [number for number, _ in pairs], texts)
 
     def _side(self, features: Tensor, ids: list[int], texts: Sequence[str] = ()) -> Side:

@@ -43,8 +43,8 @@ class PairModel(nn.Module):
         """(n, 3, size, size) bytes -> (n, D) unit features."""
         raise OptionError(f"{type(self).__name__} does not embed images")
 
-    def texts(self, texts: Sequence[str]) -> Tensor:
-        """n texts -> (n, D) unit features."""
+    def texts(self, texts: Sequence[str], *, queries: bool = False) -> Tensor:
+        """n texts -> (n, D) unit features; as queries, where a model tells them from documents."""
         raise OptionError(f"{type(self).__name__} does not embed texts")
 
     def patches(self, pixels: Tensor) -> Tensor:

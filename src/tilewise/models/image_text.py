@@ -139,7 +139,7 @@ class ImageText(PairModel):
     def images(self, pixels: Tensor) -> Tensor:
         return functional.normalize(self._image_features(pixels).float(), dim=-1)
 
-    def texts(self, texts: Sequence[str]) -> Tensor:
+    def texts(self, texts: Sequence[str], *, queries: bool = False) -> Tensor:
         tokens = self.tokenizer(list(texts)).to(self.device)
         return functional.normalize(self.net.encode_text(tokens).float(), dim=-1)
 

@@ -82,8 +82,12 @@ class TextPairs(PairModel):
         )
         return found["input_ids"], found["attention_mask"]
 
-    def texts(self, texts: Sequence[str]) -> Tensor:
-        ids, mask = self.tokens(texts)
+    def texts(self, texts: Sequence[str], *, queries: bool = False) -> Tensor:
+        """n documents, or queries -> (n, D) unit features, with the prefix that training gives
+        them.
+        """
+        prefix = self.prefixes["query" if queries else "positive"]
+        ids, mask = self.tokens([prefix + text for text in texts])
         return self._embedded(ids.to(self.device), mask.to(self.device)).float()
 
     def form(self, view: View) -> Form:
