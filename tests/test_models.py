@@ -321,6 +321,41 @@ def test_sentence_transformers_loads_what_is_exported(text_folder, tmp_path):
     torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5)
 
 
+def test_length_and_prefixes_are_exported_and_loaded_again(text_folder, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    prefixes = {"query_prefix": "red big ", "document_prefix": "a small "}
+    model = TextPairs(text_folder, max_length=6, **prefixes)
+    model.export(tmp_path / "out")
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    assert theirs.max_seq_length == 6
+    again = TextPairs(str(tmp_path / "out"))
+    texts = ["green thing", "a blue thing small big red"]
+    with evaluating(model), evaluating(again):
+        sides = [model.texts(texts, queries=queries) for queries in (True, False)]
+        assert not torch.allclose(*sides, atol=1e-2)
+        for name, side in zip(("query", "document"), sides, strict=True):
+            how = {"prompt_name": name, "normalize_embeddings": True, "convert_to_tensor": True}
+            torch.testing.assert_close(theirs.encode(texts, **how), side, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(again.texts(texts, queries=name == "query"), side)
+    other = TextPairs(str(tmp_path / "out"), query_prefix="green ")
+    assert other.prefixes == {"query": "green ", "positive": "a small "}
+
+
+def test_a_prefix_is_pooled_as_text_in_what_is_exported(text_folder, tmp_path):
+    """Whatever the model was that training began with."""
+    from sentence_transformers import SentenceTransformer
+
+    model = TextPairs(text_folder, query_prefix="red ")
+    model.net.set_pooling_include_prompt(False)
+    model.export(tmp_path / "out")
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    with evaluating(model):
+        ours = model.texts(["thing"], queries=True)
+    how = {"prompt_name": "query", "normalize_embeddings": True, "convert_to_tensor": True}
+    torch.testing.assert_close(theirs.encode(["thing"], **how), ours, rtol=1e-4, atol=1e-5)
+
+
 def test_two_views_are_projected_and_features_are_not(tmp_path):
     import timm
 

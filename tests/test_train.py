@@ -17,7 +17,7 @@ from tilewise.errors import DataError, DeviceError, FiniteError, OptionError
 from tilewise.evaluate.embed import Embedder
 from tilewise.models.base import evaluating
 from tilewise.train import checkpoint
-from tilewise.train.commands import eval_command
+from tilewise.train.commands import eval_command, export_command
 from tilewise.train.config import Config
 from tilewise.train.configfile import from_tables
 from tilewise.train.logs import Log
@@ -378,6 +378,11 @@ def test_prefixes_are_those_of_training_wherever_texts_are_embedded(tmp_path):
     assert eval_command([str(tmp_path / "run")]) == 0
     again = json.loads((tmp_path / "run" / "eval-step-00000001" / "metrics.json").read_text())
     assert again == metrics
+    assert export_command([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    place = ["--retrieval", pairs, "--runs", str(tmp_path)]
+    assert eval_command([str(tmp_path / "out"), *place]) == 0
+    exported = json.loads((tmp_path / "eval" / "metrics.json").read_text())
+    assert exported == pytest.approx(metrics)
 
 
 def test_queries_and_documents_on_ranks(tmp_path):

@@ -28,7 +28,8 @@ class TextPairs(PairModel):
         folder: of sentence-transformers, or of a Hugging Face model, whose tokens are averaged
             then.
         max_length: tokens of a text; 0 for what the model says.
-        query_prefix: put before queries, as some models want it; document_prefix before documents.
+        query_prefix: put before queries, as some models want it; document_prefix before documents;
+            empty for the prompts that the folder tells of, if it does.
     """
 
     def __init__(
@@ -45,8 +46,15 @@ class TextPairs(PairModel):
         self.net.float()  # weights in half precision cannot be trained by small steps
         self.tokenizer = self.net.tokenizer
         self.max_length = max_length or int(self.net.max_seq_length or 512)
-        self.prefixes = {"query": query_prefix, "positive": document_prefix}
+        self.prefixes = {
+            "query": query_prefix or self._prompt("query"),
+            "positive": document_prefix or self._prompt("document", "passage", "corpus"),
+        }
         self.logit_scale = nn.Parameter(torch.zeros(()))
+
+    def _prompt(self, *names: str) -> str:
+        """The first of these that the folder tells of, named as sentence-transformers does."""
+        return next((self.net.prompts[name] for name in names if self.net.prompts.get(name)), "")
 
     @property
     def log_scale(self) -> nn.Parameter:
@@ -112,8 +120,15 @@ class TextPairs(PairModel):
         return inputs
 
     def export(self, folder: Path) -> None:
-        """A folder for `SentenceTransformer(folder)` and, as its parts, for transformers."""
+        """A folder for `SentenceTransformer(folder)` and, as its parts, for transformers.
+
+        `encode(texts, prompt_name="query")`, or "document", embeds as training does.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        self.net.max_seq_length = self.max_length
+        prompts = {"query": self.prefixes["query"], "document": self.prefixes["positive"]}
+        self.net.prompts = {**self.net.prompts, **prompts}
+        self.net.set_pooling_include_prompt(True)  # here a prefix is text like any other
         self.net.save(str(folder))
 
 

@@ -46,9 +46,9 @@ class ModelConfig:
     torchcompile: bool = False
     """Compile the model."""
     query_prefix: str = ""
-    """text: put before queries, as some models want it."""
+    """text: put before queries, as some models want it; by default the folder's prompt, if any."""
     document_prefix: str = ""
-    """text: put before documents."""
+    """text: put before documents; by default the folder's prompt, if any."""
     max_length: int = 0
     """Tokens of a text, the rest cut off; 0 for what the model takes."""
     image_size: int = 0
