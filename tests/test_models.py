@@ -22,6 +22,7 @@ from tilewise.models.patches import Patches, multiply_patches
 from tilewise.models.text_pairs import TextPairs
 from tilewise.models.two_views import TwoViews
 from tilewise.models.weights import read_weights
+from tilewise.train.checkpoint import write_tensors
 
 TINY = str(Path(__file__).parent / "tiny.json")
 VIT = {
@@ -225,6 +226,26 @@ def test_weights_of_a_file_tower_or_model(tmp_path):
     ours = model.net.visual.trunk.state_dict()
     assert all(torch.equal(x, ours[name]) for name, x in trunk.trunk.state_dict().items())
     assert not torch.equal(trunk.head.proj.weight, model.net.visual.head.proj.weight)
+
+
+def test_weights_of_our_own_checkpoints(tmp_path):
+    """Of CLIP into CLIP; of SimCLR into SimCLR, whose projector is new, and into CLIP's trunk."""
+    file = str(tmp_path / "model.safetensors")
+    torch.manual_seed(0)
+    clip, simclr = ImageText(TINY), TwoViews("test_convnext2", (12, 8))
+    torch.manual_seed(1)
+    write_tensors(Path(file), clip.state_dict())
+    again = ImageText(TINY, pretrained=file)
+    assert again.brings_scale
+    assert equal(again, clip)
+    write_tensors(Path(file), simclr.state_dict())
+    assert equal(TwoViews("test_convnext2", (6,), pretrained=file).backbone, simclr.backbone)
+    assert equal(ImageText(TINY, pretrained=file).net.visual.trunk, simclr.backbone)
+
+
+def equal(first, second):
+    weights = second.state_dict()
+    return all(torch.equal(x, weights[name]) for name, x in first.state_dict().items())
 
 
 def test_a_config_says_how_pixels_are_taken(tmp_path):

@@ -188,6 +188,31 @@ def test_a_run_does_not_go_on_as_another(tmp_path, other):
         Trainer(config(tmp_path, resume="latest", **other), ALONE)
 
 
+def test_the_weights_of_a_run_begin_another(tmp_path):
+    """As the error says that tells a run not to go on."""
+    stopped(config(tmp_path))
+    with pytest.raises(OptionError, match="begin a run of its own with") as told:
+        Trainer(config(tmp_path, resume="latest", batch_size=12), ALONE)
+    file = str(told.value).rsplit("--pretrained ", 1)[1]
+    other = Trainer(config(tmp_path, name="other", batch_size=12, pretrained=file), ALONE)
+    assert same(other.model.state_dict(), load_file(file))
+    other.run()
+
+
+def test_the_weights_of_a_text_run_begin_another(tmp_path):
+    more = text_data(tmp_path)
+    stopped(config(tmp_path, **more))
+    with pytest.raises(OptionError, match="after tilewise export") as told:
+        Trainer(config(tmp_path, resume="latest", **{**more, "batch_size": 12}), ALONE)
+    place = str(told.value).rsplit("export ", 1)[1].split()[0]
+    assert export_command([place, str(tmp_path / "out")]) == 0
+    more["model"] = str(tmp_path / "out")
+    other = Trainer(config(tmp_path, name="other", batch_size=12, **more), ALONE)
+    found = load_file(Path(place) / "model.safetensors")
+    assert same({n: x for n, x in other.model.state_dict().items() if n != "logit_scale"},
+                {n: x for n, x in found.items() if n != "logit_scale"})  # fmt: skip
+
+
 def test_damaged_checkpoints_neither_stay_nor_push_good_ones_out(tmp_path):
     made = {"save_every": 1, "keep_checkpoints": 1}
     stopped(config(tmp_path, **made), after=2)

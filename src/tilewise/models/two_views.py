@@ -19,7 +19,7 @@ from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
 from tilewise.models.patches import multiply_patches
-from tilewise.models.weights import load_strictly, read_weights
+from tilewise.models.weights import load_strictly, read_pretrained
 
 
 class TwoViews(PairModel):
@@ -31,7 +31,7 @@ class TwoViews(PairModel):
         name: a model of timm.
         projector: widths of its layers.
         image_size: pixels a side; 0 for timm's.
-        pretrained: file of weights of the backbone.
+        pretrained: file of weights of the backbone, or a checkpoint's, whose projector is left out.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TwoViews(PairModel):
             self.backbone.set_input_size(image_size)
         multiply_patches(self.backbone)
         if pretrained:
-            load_strictly(self.backbone, read_weights(Path(pretrained)), Path(pretrained))
+            load_strictly(self.backbone, read_pretrained(Path(pretrained)), Path(pretrained))
         self.image_size = image_size or int(self.backbone.default_cfg["input_size"][1])
         self.projector = _projector([self.backbone.num_features, *projector])
         self.logit_scale = nn.Parameter(torch.zeros(()))

@@ -33,11 +33,27 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): each for name, each in found.items()}
 
 
+# What our checkpoints call the library's model, and what they hold beside it.
+_OWN = {"net.": ("logit_scale",), "backbone.": ("logit_scale", "projector.")}
+
+
+def read_pretrained(path: Path) -> dict[str, Tensor]:
+    """Weights to begin with, named as the library does; of a checkpoint of ours, those of the
+    library's model, without a projector.
+    """
+    weights = read_weights(path)
+    for part, beside in _OWN.items():
+        found = {name.removeprefix(part): x for name, x in weights.items() if name.startswith(part)}
+        if found and all(name.startswith((part, *beside)) for name in weights):
+            return found
+    return weights
+
+
 def load_weights(net: nn.Module, path: Path) -> set[str]:
     """Into a model of open_clip, whose older layouts are converted, or into the part that they are
     of: its image tower, or the trunk of that. The names that were loaded.
     """
-    weights = read_weights(path)
+    weights = read_pretrained(path)
     if all(name.startswith("visual.") for name in weights):
         weights = {name.removeprefix("visual."): each for name, each in weights.items()}
     if "positional_embedding" in weights and "positional_embedding" not in net.state_dict():

@@ -36,7 +36,8 @@ class ModelConfig:
     text: a folder of sentence-transformers or Hugging Face.
     simclr: a timm model by name."""
     pretrained: str = ""
-    """File of weights to begin with (safetensors, or a PyTorch file that holds tensors only)."""
+    """File of weights to begin with (safetensors, or a PyTorch file that holds tensors only);
+    model.safetensors of a checkpoint is one."""
     lock_image: bool = False
     """Leave the image tower as it is (LiT): it is run once, and its features can be cached."""
     lock_text: bool = False

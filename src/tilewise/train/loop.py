@@ -350,5 +350,12 @@ def _check_same(config: Config, known: dict[str, Any], found: Path) -> None:
         if then is not None and then != now:
             raise OptionError(
                 f"{found} is of a run with {name} = {then!r}, got {now!r}; resume with the same, "
-                "or begin a run of its own with --pretrained"
+                f"or begin a run of its own with {_weights_of(config, found)}"
             )
+
+
+def _weights_of(config: Config, found: Path) -> str:
+    """How another run begins with those of a checkpoint."""
+    if config.model.kind == "text":
+        return f"--model FOLDER, after tilewise export {found} FOLDER"
+    return f"--pretrained {found / checkpoint.MODEL}"
