@@ -228,6 +228,38 @@ def test_weights_of_a_file_tower_or_model(tmp_path):
     assert not torch.equal(trunk.head.proj.weight, model.net.visual.head.proj.weight)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "model.json is not: Expecting property name"),
+        ("[]", "has no such embed_dim, no such vision_cfg, no such text_cfg"),
+        ('{"model_cfg": 3}', "has no such embed_dim"),
+        (json.dumps({**VIT, "text_cfg": 3}), r"model.json has no such text_cfg$"),
+        (json.dumps({k: x for k, x in VIT.items() if k != "text_cfg"}), r"no such text_cfg$"),
+        (json.dumps({**VIT, "widht": 3}), "model.json': TypeError: .*'widht'; look at"),
+        (json.dumps({**VIT, "vision_cfg": {"widht": 3}}), "model.json': TypeError: .*'widht'"),
+        (json.dumps({**VIT, "vision_cfg": {"timm_model_name": "nope"}}), "nope"),
+    ],
+    ids=["broken", "list", "number", "no table", "no text", "key", "inner key", "timm"],
+)
+def test_a_config_that_is_none_is_told(tmp_path, text, says):
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(OptionError, match=says):
+        ImageText(str(tmp_path / "model.json"))
+
+
+def test_a_folder_without_a_text_encoder_is_told(tmp_path):
+    with pytest.raises(OptionError, match=r"neither modules.json .* nor config.json"):
+        TextPairs(str(tmp_path))
+    folder = make_text_folder(tmp_path / "bert")
+    (tmp_path / "bert" / "model.safetensors").unlink()
+    with pytest.raises(OptionError, match=r"bert' cannot be read as one: .*model.safetensors"):
+        TextPairs(folder)
+    (tmp_path / "bert" / "config.json").write_text("{")
+    with pytest.raises(OptionError, match=r"bert' cannot be read as one: .*config.json"):
+        TextPairs(folder)
+
+
 def test_weights_of_our_own_checkpoints(tmp_path):
     """Of CLIP into CLIP; of SimCLR into SimCLR, whose projector is new, and into CLIP's trunk."""
     file = str(tmp_path / "model.safetensors")

@@ -397,7 +397,7 @@ def test_prefixes_are_those_of_training_wherever_texts_are_embedded(tmp_path):
         out = trainer.model(**inputs)
         found = Embedder(trainer.model, 8).embed(source)
     torch.testing.assert_close(found.queries.features, out["rows"])
-    each = {int(number): row for number, row in zip(found.texts.ids, found.texts.features)}
+    each = dict(zip(found.texts.ids.tolist(), found.texts.features, strict=True))
     documents = torch.stack([each[source[i]["id"]] for i in range(len(source))])
     torch.testing.assert_close(documents, out["cols"])
     assert eval_command([str(tmp_path / "run")]) == 0

@@ -48,12 +48,11 @@ class ImageText(PairModel):
         if not pretrained and (folder / WEIGHTS).is_file():
             pretrained = str(folder / WEIGHTS)
             options = {"pretrained_text": False, **options}  # all of it is there
-        with _quiet():
+        length = options.get("force_context_length")
+        with _quiet(), _explained(name):
             self.net = open_clip.create_model(known, force_preprocess_cfg=preprocess, **options)
+            self.tokenizer = open_clip.get_tokenizer(known, context_length=length)
         multiply_patches(self.net)
-        self.tokenizer = open_clip.get_tokenizer(
-            known, context_length=options.get("force_context_length")
-        )
         loaded = load_weights(self.net, Path(pretrained)) if pretrained else set()
         self.brings_scale = "logit_scale" in loaded
         size = self.net.visual.image_size
@@ -244,7 +243,7 @@ def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     path = Path(name)
     for file in (path / CONFIG, path, CONFIGS / f"{name}.json"):
         if file.is_file() and file.suffix == ".json":
-            read: dict[str, Any] = json.loads(file.read_text())
+            read = _read_config(file)
             config = dict(read.get("model_cfg", read))
             if file.name == CONFIG and (path / "config.json").is_file():
                 _name_text_tower(config, path)  # it may have been moved
@@ -260,6 +259,26 @@ def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(found), {}
 
 
+def _read_config(file: Path) -> dict[str, Any]:
+    """A JSON file that has the parts of a model."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"model must be a JSON file of a config, {file} is not: {error}"
+        ) from error
+    config = read.get("model_cfg", read) if isinstance(read, dict) else None
+    kinds = {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}
+    given = config if isinstance(config, dict) else {}
+    wrong = [part for part, kind in kinds.items() if not isinstance(given.get(part), kind)]
+    if wrong:
+        raise OptionError(
+            "model must be a config of open_clip with embed_dim, a number, and vision_cfg and "
+            f"text_cfg, tables; {file} has no such {', no such '.join(wrong)}"
+        )
+    return dict(read)
+
+
 def _name_text_tower(config: dict[str, Any], folder: Path) -> None:
     """Let the text tower of Hugging Face be the one that a folder tells of."""
     config["text_cfg"].update(hf_model_name=str(folder), hf_tokenizer_name=str(folder))
@@ -272,6 +291,18 @@ def _registered(config: dict[str, Any]) -> str:
     name = f"tilewise-{digest.hexdigest()}"
     factory._MODEL_CONFIGS[name] = config
     return name
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """open_clip checks no config: what it trips over, whatever it is, is told as the config's."""
+    try:
+        yield
+    except Exception as error:
+        raise OptionError(
+            f"open_clip makes no model of {name!r}: {type(error).__name__}: {error}; look at the "
+            "config's keys, numbers and paths"
+        ) from error
 
 
 @contextmanager

@@ -41,8 +41,7 @@ class TextPairs(PairModel):
                 f"model must be a local folder of a text encoder, got {folder!r}; "
                 "copy it here first"
             )
-        library = need("sentence_transformers", REMEDY)
-        self.net: Any = library.SentenceTransformer(folder, device="cpu", local_files_only=True)
+        self.net: Any = _read_encoder(folder)
         self.net.float()  # weights in half precision cannot be trained by small steps
         self.tokenizer = self.net.tokenizer
         self.max_length = max_length or int(self.net.max_seq_length or 512)
@@ -130,6 +129,23 @@ class TextPairs(PairModel):
         self.net.prompts = {**self.net.prompts, **prompts}
         self.net.set_pooling_include_prompt(True)  # here a prefix is text like any other
         self.net.save(str(folder))
+
+
+def _read_encoder(folder: str) -> Any:
+    """What sentence-transformers makes of a folder; errors name it, whoever raised them."""
+    library = need("sentence_transformers", REMEDY)
+    if not any((Path(folder) / name).is_file() for name in ("modules.json", "config.json")):
+        raise OptionError(
+            f"model must be a folder of a text encoder, and {folder!r} has neither modules.json "
+            "(sentence-transformers) nor config.json (Hugging Face)"
+        )
+    try:
+        return library.SentenceTransformer(folder, device="cpu", local_files_only=True)
+    except Exception as error:
+        raise OptionError(
+            f"model must be a folder of a text encoder, {folder!r} cannot be read as one: "
+            f"{type(error).__name__}: {error}; copy it again, with its weights and tokenizer"
+        ) from error
 
 
 def _prepare(sample: Sample, chances: NDArray[np.float64]) -> dict[str, Any]:
