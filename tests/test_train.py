@@ -17,6 +17,7 @@ from tilewise.errors import DataError, DeviceError, FiniteError, OptionError
 from tilewise.evaluate.embed import Embedder
 from tilewise.models.base import evaluating
 from tilewise.train import checkpoint
+from tilewise.train.build import model_of
 from tilewise.train.commands import eval_command, export_command
 from tilewise.train.config import Config
 from tilewise.train.configfile import from_tables
@@ -211,6 +212,69 @@ def test_the_weights_of_a_text_run_begin_another(tmp_path):
     found = load_file(Path(place) / "model.safetensors")
     assert same({n: x for n, x in other.model.state_dict().items() if n != "logit_scale"},
                 {n: x for n, x in found.items() if n != "logit_scale"})  # fmt: skip
+
+
+def own_config(tmp_path, heads=2):
+    """A JSON file of the config that is the tests'."""
+    found = json.loads(Path(TINY).read_text())
+    found["text_cfg"]["heads"] = heads  # the weights are of the same shapes with any number
+    (tmp_path / "model.json").write_text(json.dumps(found))
+    return str(tmp_path / "model.json")
+
+
+@pytest.mark.parametrize("fate", ["deleted", "edited", "broken"])
+def test_a_run_knows_its_model_whatever_becomes_of_the_config(tmp_path, fate):
+    """It is evaluated, exported and, unless the file tells of another model, resumed."""
+    made = {"model": own_config(tmp_path), "retrieval": ["synthetic:9"]}
+    whole = losses(train(config(tmp_path, name="whole", **made)))
+    trainer = stopped(config(tmp_path, **made))
+    wanted = trainer._evaluate(3, last=False)
+    file = Path(made["model"])
+    if fate == "deleted":
+        file.unlink()
+    elif fate == "edited":
+        own_config(tmp_path, heads=4)
+    else:
+        file.write_text("{")
+    run = str(tmp_path / "run")
+    assert eval_command([run]) == 0
+    place = tmp_path / "run" / "eval-step-00000003" / "metrics.json"
+    assert json.loads(place.read_text()) == pytest.approx(wanted)
+    assert export_command([run, str(tmp_path / "out")]) == 0
+    again = config(tmp_path, resume="latest", **made)
+    if fate == "deleted":
+        assert losses(train(again)) == whole
+        return
+    says = r"text_cfg.heads = 2, and .*model.json has 4 now; put it back"
+    with pytest.raises(OptionError, match=says if fate == "edited" else "is not: Expecting"):
+        Trainer(again, ALONE)
+
+
+def test_a_run_that_began_with_weights_goes_on_without_the_file(tmp_path):
+    """And computes the same features with its locked tower."""
+    how = {"lock_image": True, "crop_scale": 1.0, "jitter": 0.0}
+    torch.save(Trainer(config(tmp_path, name="first"), ALONE).model.net.state_dict(),
+               tmp_path / "weights.pt")  # fmt: skip
+    how |= {"pretrained": str(tmp_path / "weights.pt"), "seed": 1}
+    whole = losses(train(config(tmp_path, name="whole", feature_cache=str(tmp_path / "a"), **how)))
+    stopped(config(tmp_path, feature_cache=str(tmp_path / "b"), **how))
+    (tmp_path / "weights.pt").unlink()
+    shutil.rmtree(tmp_path / "b")
+    again = config(tmp_path, resume="latest", feature_cache=str(tmp_path / "b"), **how)
+    assert losses(train(again)) == whole
+
+
+def test_a_checkpoint_without_the_models_config_is_loaded(tmp_path):
+    """As they were before: by what the name stands for now."""
+    trainer = Trainer(config(tmp_path), ALONE)
+    trainer.model.facts = dict
+    trainer.run()
+    found = checkpoint.load(checkpoint.latest(tmp_path / "run" / "checkpoints"))
+    assert not found.about["model"]
+    del found.about["model"]
+    assert same(model_of(config(tmp_path), found, average=True).state_dict(), found.model)
+    assert eval_command([str(tmp_path / "run")]) == 0
+    assert train(config(tmp_path, steps=6, resume="latest")).steps == 6
 
 
 def test_damaged_checkpoints_neither_stay_nor_push_good_ones_out(tmp_path):

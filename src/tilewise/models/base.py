@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,12 @@ class PairModel(nn.Module):
         """Bytes as a tower takes them."""
         mean, std = self.get_buffer("pixel_mean"), self.get_buffer("pixel_std")
         return (pixels.to(mean.dtype) - mean) / std
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint tells of it, as JSON, so that it can be built again; nothing where the
+        configuration is enough.
+        """
+        return {}
 
     def export(self, folder: Path) -> None:
         """Write the model as the library that it comes from reads it."""

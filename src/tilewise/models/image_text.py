@@ -36,21 +36,33 @@ class ImageText(PairModel):
         name: of a config: open_clip's or ours, or a JSON file of one, or a folder that was
             exported.
         pretrained: file of weights.
+        told: what `facts` was of a model whose weights will be loaded into this one; in place of
+            what is found under the name now.
         options: for open_clip's `create_model`.
     """
 
-    def __init__(self, name: str, *, pretrained: str = "", **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        pretrained: str = "",
+        told: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         open_clip = need("open_clip")
         self.name, self.options = name, options
-        self.config, preprocess = find_config(name)
-        known, folder = _registered(self.config), Path(name)
-        if not pretrained and (folder / WEIGHTS).is_file():
-            pretrained = str(folder / WEIGHTS)
+        self.config, self.preprocess = _parts(told) if told else find_config(name)
+        known, own = _registered(self.config), Path(name) / WEIGHTS
+        if not pretrained and not told and own.is_file():
+            pretrained = str(own)
+        if told or pretrained == str(own):
             options = {"pretrained_text": False, **options}  # all of it is there
         length = options.get("force_context_length")
         with _quiet(), _explained(name):
-            self.net = open_clip.create_model(known, force_preprocess_cfg=preprocess, **options)
+            self.net = open_clip.create_model(
+                known, force_preprocess_cfg=self.preprocess, **options
+            )
             self.tokenizer = open_clip.get_tokenizer(known, context_length=length)
         multiply_patches(self.net)
         loaded = load_weights(self.net, Path(pretrained)) if pretrained else set()
@@ -171,6 +183,9 @@ class ImageText(PairModel):
         image = torch.from_numpy(np.stack([each["image"] for each in prepared]))
         return {"image": image, "text": self.tokenizer([each["text"] for each in prepared])}
 
+    def facts(self) -> dict[str, Any]:
+        return {"model_cfg": self.config, "preprocess_cfg": self.preprocess}
+
     def _export_config(self) -> dict[str, Any]:
         """What open_clip reads beside the weights."""
         preprocess = self.net.visual.preprocess_cfg
@@ -244,10 +259,10 @@ def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for file in (path / CONFIG, path, CONFIGS / f"{name}.json"):
         if file.is_file() and file.suffix == ".json":
             read = _read_config(file)
-            config = dict(read.get("model_cfg", read))
+            config, preprocess = _parts(read)
             if file.name == CONFIG and (path / "config.json").is_file():
                 _name_text_tower(config, path)  # it may have been moved
-            return config, dict(read.get("preprocess_cfg", {}))
+            return config, preprocess
     found = open_clip.get_model_config(name)
     if found is None:
         names = [*open_clip.list_models(), *(each.stem for each in CONFIGS.glob("*.json"))]
@@ -257,6 +272,38 @@ def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             f"near it: {near}"
         )
     return dict(found), {}
+
+
+def check_unchanged(name: str, told: dict[str, Any], origin: Path) -> None:
+    """Raise where a file or folder of a config, if it is still there, is not as a checkpoint tells:
+    whoever changed it would not get what it says.
+    """
+    if not told or not Path(name).exists():
+        return
+    config, preprocess = find_config(name)
+    then = dict(_flat(told))
+    now = dict(_flat({"model_cfg": config, "preprocess_cfg": preprocess}))
+    changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    if changed:
+        key = changed[0]
+        raise OptionError(
+            f"{origin} is of a model with {key} = {then.get(key)!r}, and {name} has "
+            f"{now.get(key)!r} now; put it back to resume, or begin a run of its own (--name)"
+        )
+
+
+def _flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of all tables inside, by their keys joined with dots."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def _parts(read: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config, which may stand alone, and how pixels are taken."""
+    return dict(read.get("model_cfg", read)), dict(read.get("preprocess_cfg", {}))
 
 
 def _read_config(file: Path) -> dict[str, Any]:

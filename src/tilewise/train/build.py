@@ -1,5 +1,8 @@
 """A configuration's model, views and order."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -8,11 +11,32 @@ from tilewise.models.base import PairModel
 from tilewise.models.image_text import ImageText
 from tilewise.models.text_pairs import TextPairs
 from tilewise.models.two_views import TwoViews
+from tilewise.models.weights import load_strictly
+from tilewise.train.checkpoint import Snapshot
 from tilewise.train.config import Config, DataConfig
 
 
-def make_model(config: Config) -> PairModel:
-    """The model, with its weights, as the configuration begins; the same on all ranks."""
+def model_of(config: Config, shot: Snapshot, *, average: bool) -> PairModel:
+    """The model of a checkpoint, with its weights; or with their average, if it has one."""
+    # The checkpoint has all of them, and the model's config: neither the file of weights that the
+    # run began with nor that of the config need be there any more.
+    then = shot.about.get("config", {}).get("model", {}).get("model")
+    told = shot.about.get("model") if config.model.model == then else None
+    model = make_model(replace(config, model=replace(config.model, pretrained="")), told)
+    own = model.state_dict()
+    weights = {
+        name: x.reshape(own[name].shape) if x.numel() == 1 and name in own else x
+        for name, x in {**shot.model, **(shot.ema if average else {})}.items()
+    }
+    load_strictly(model, weights, shot.folder)
+    return model
+
+
+def make_model(config: Config, told: dict[str, Any] | None = None) -> PairModel:
+    """The model, with its weights, as the configuration begins; the same on all ranks.
+
+    told: what a checkpoint tells of it (`PairModel.facts`), if one is to be loaded.
+    """
     torch.manual_seed(config.run.seed)
     model, loss = config.model, config.loss
     if model.kind == "text":
@@ -27,7 +51,7 @@ def make_model(config: Config) -> PairModel:
             model.model, model.projector, image_size=model.image_size, pretrained=model.pretrained
         )
     else:
-        made = _image_text(config)
+        made = _image_text(config, told)
     if not (isinstance(made, ImageText) and made.brings_scale):
         made.set_scale(1 / loss.temperature, learn=loss.learn_temperature)
     made.log_scale.requires_grad_(loss.learn_temperature)
@@ -36,7 +60,7 @@ def make_model(config: Config) -> PairModel:
     return made
 
 
-def _image_text(config: Config) -> ImageText:
+def _image_text(config: Config, told: dict[str, Any] | None) -> ImageText:
     model = config.model
     options = {
         "force_context_length": model.max_length or None,
@@ -45,7 +69,7 @@ def _image_text(config: Config) -> ImageText:
         "init_logit_bias": config.loss.init_bias if config.loss.loss == "siglip" else None,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    made = ImageText(model.model, pretrained=model.pretrained, **given)
+    made = ImageText(model.model, pretrained=model.pretrained, told=told, **given)
     if model.lock_image:
         made.lock_image()
     if model.lock_text:

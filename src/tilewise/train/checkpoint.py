@@ -5,8 +5,8 @@
       ema.safetensors          their moving average, if there is one
       optimizer.safetensors    tensors of the optimizer's state, by name of the weight
       pool-00000.safetensors   the pool of negatives of each rank, with a .json, if there is one
-      state.json               format, step, samples seen, configuration, versions, and what else
-                               the optimizer knows
+      state.json               format, step, samples seen, configuration, the model's own config,
+                               versions, and what else the optimizer knows
       manifest.json            bytes and SHA-256 of every other file
 
 The order of data, crops, dropout and the learning rate are functions of seed and step, so nothing
@@ -49,6 +49,7 @@ class Snapshot:
     ema: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)  # "state" by weight, "param_groups"
     about: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()  # that it was read from
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
@@ -210,7 +211,7 @@ def load(folder: Path) -> Snapshot:
     there = {name: (folder / name).exists() for name in names}
     model, ema, moments = (read_weights(folder / name) if there[name] else {} for name in names)
     optimizer = _joined(moments, state["optimizer"])
-    return Snapshot(state["step"], state["samples"], model, ema, optimizer, state)
+    return Snapshot(state["step"], state["samples"], model, ema, optimizer, state, folder)
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel
 from tilewise.models.image_text import CONFIG
 from tilewise.models.libraries import need
-from tilewise.models.weights import load_strictly
 from tilewise.train import checkpoint, configfile
-from tilewise.train.build import make_model
+from tilewise.train.build import make_model, model_of
 from tilewise.train.config import Config, EvalConfig, ModelConfig
 from tilewise.train.loop import RESULTS, train
 from tilewise.train.screen import Screen
@@ -158,17 +157,4 @@ def _loaded(config: Config, found: Path | None) -> PairModel:
     """With the weights of a checkpoint: their average, if it has one."""
     if found is None:
         return make_model(config)
-    shot = checkpoint.load(found)
-    # The checkpoint has them all: what the run began with need not be there any more.
-    model = make_model(replace(config, model=replace(config.model, pretrained="")))
-    weights = {**shot.model, **shot.ema}
-    own = model.state_dict()
-    load_strictly(
-        model,
-        {
-            name: x.reshape(own[name].shape) if x.numel() == 1 and name in own else x
-            for name, x in weights.items()
-        },
-        found,
-    )
-    return model
+    return model_of(config, checkpoint.load(found), average=True)

@@ -25,8 +25,10 @@ from tilewise.evaluate import plots
 from tilewise.evaluate.report import metrics_table, save_metrics
 from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel, evaluating
+from tilewise.models.image_text import check_unchanged
 from tilewise.train import checkpoint, logs
-from tilewise.train.build import make_model, train_view
+from tilewise.train.build import make_model, model_of, train_view
+from tilewise.train.checkpoint import Snapshot
 from tilewise.train.config import Config
 from tilewise.train.configfile import to_toml
 from tilewise.train.objective import check_negatives
@@ -73,7 +75,8 @@ class Trainer:
         self.suite = Suite(config.eval, *loading, ranks, self.screen.part)
         source = open_source(data.train_data, index_folder=data.index_folder or None)
         _check_batch(config, ranks)
-        self.model: PairModel = make_model(config).to(ranks.device)
+        shot = self._found()
+        self.model: PairModel = self._made(shot).to(ranks.device)
         self.suite.check(self.model)
         self.source = self._cached(source) if data.feature_cache else source
         self.batches = self._batches()
@@ -82,7 +85,7 @@ class Trainer:
         epochs = config.run.epochs * len(self.source) / config.step.batch_size
         self.steps = config.run.steps or max(1, int(epochs))
         self.first_step = 0
-        self.folder = self._open_folder()
+        self.folder = self._open_folder(shot)
         log_folder = self.folder if ranks.is_first else None
         self.log = logs.Log(log_folder, config.run.report_to, asdict(config))
 
@@ -142,15 +145,15 @@ class Trainer:
             ) from error
         check_negatives(config, "negatives" in out)
 
-    def _open_folder(self) -> Path:
-        """The run's folder, and where to go on from, alike on all ranks."""
+    def _open_folder(self, shot: Snapshot | None) -> Path:
+        """The run's folder, alike on all ranks; and all that a checkpoint has to go on from."""
         run = self.config.run
         name: str = self.ranks.tell(run.name or self._name())
         folder = Path(run.runs) / name
         if self.ranks.is_first:
             logs.make_folder(folder, resume=bool(run.resume))
-        if run.resume:
-            self._resume(folder)
+        if shot is not None:
+            self._resume(folder, shot)
         if self.ranks.is_first:
             named = replace(self.config, run=replace(run, name=name))
             (folder / "config.toml").write_text(to_toml(named))
@@ -170,20 +173,34 @@ class Trainer:
         checkpoint.check(Path(resume))
         return Path(resume).resolve().parent.parent.name
 
-    def _resume(self, folder: Path) -> None:
-        given = self.config.run.resume
-        newest = checkpoint.latest(folder / "checkpoints") if given == "latest" else Path(given)
-        found: Path | None = self.ranks.tell(newest)
+    def _found(self) -> Snapshot | None:
+        """The checkpoint to go on from, alike on all ranks, if it is of such a run."""
+        run = self.config.run
+        if not run.resume:
+            return None
+        folder, newest = Path(run.runs) / run.name, run.name and run.resume == "latest"
+        there = checkpoint.latest(folder / "checkpoints") if newest else Path(run.resume)
+        found: Path | None = self.ranks.tell(there)
         if found is None:
             self.screen.say(f"{folder} has no checkpoint: from the first step on")
-            return
+            return None
         shot = checkpoint.load(found)
         _check_same(self.config, shot.about.get("config", {}), found)
+        check_unchanged(self.config.model.model, shot.about.get("model", {}), found)
+        return shot
+
+    def _made(self, shot: Snapshot | None) -> PairModel:
+        """The model, as the run begins or goes on: features of a locked tower depend on it."""
+        if shot is None:
+            return make_model(self.config)
+        return model_of(self.config, shot, average=False)
+
+    def _resume(self, folder: Path, shot: Snapshot) -> None:
         checkpoint.restore(self.model, self.stepper.optimizer, shot)
         if self.stepper.ema is not None:
             checkpoint.restore_average(self.stepper.ema.average, shot.ema)
         self.stepper.load_state(shot.about.get("stepper", {}))
-        self.stepper.objective.pool_state = checkpoint.load_pool(found, self.ranks.rank)
+        self.stepper.objective.pool_state = checkpoint.load_pool(shot.folder, self.ranks.rank)
         self.first_step = shot.step
         if self.ranks.is_first:
             checkpoint.forget_after(folder / "checkpoints", shot.step)
@@ -294,7 +311,7 @@ class Trainer:
         if self.ranks.is_first:
             shot.step, shot.samples = step, step * self.config.step.batch_size
             about = {"config": asdict(self.config), "stepper": self.stepper.state()}
-            shot.about = {"versions": logs.versions(), **about}
+            shot.about = {"versions": logs.versions(), "model": self.model.facts(), **about}
             checkpoint.save(draft, shot)
             checkpoint.prune(place, self.config.run.keep_checkpoints)
         self.ranks.wait()
