@@ -431,6 +431,28 @@ def test_two_views_are_projected_and_features_are_not(tmp_path):
         TwoViews("test_convnext99", (8,))
 
 
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext2"])
+def test_timm_loads_a_backbone_of_another_image_size(tmp_path, name):
+    """A ViT has a weight for each place of the image; timm is told by config.json."""
+    import timm
+
+    model = TwoViews(name, (8,), image_size=64)
+    model.export(tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    file = str(tmp_path / "out" / "model.safetensors")
+    ways = [
+        timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True),
+        timm.create_model(about["architecture"], num_classes=about["num_classes"],
+                          checkpoint_path=file, **about["model_args"]),
+    ]  # fmt: skip
+    pixels = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    with evaluating(model), torch.no_grad():
+        for theirs in ways:
+            found = functional.normalize(theirs.eval()(model.normalised(pixels)), dim=1)
+            torch.testing.assert_close(found, model.images(pixels))
+    assert list(timm.data.resolve_model_data_config(ways[0])["input_size"]) == [3, 64, 64]
+
+
 def test_torchvision_is_mended_only_where_it_is_broken():
     code = (
         "import torch; from tilewise.models.libraries import mend_torchvision, _kept; "

@@ -46,8 +46,11 @@ class TwoViews(PairModel):
             )
         self.name = name
         self.backbone: Any = timm.create_model(name, num_classes=0)
+        # What timm must be told beside the name: a ViT has a weight for each place of the image.
+        self.model_args: dict[str, Any] = {}
         if image_size and hasattr(self.backbone, "set_input_size"):
             self.backbone.set_input_size(image_size)
+            self.model_args = {"img_size": image_size}
         multiply_patches(self.backbone)
         if pretrained:
             load_strictly(self.backbone, read_pretrained(Path(pretrained)), Path(pretrained))
@@ -77,18 +80,25 @@ class TwoViews(PairModel):
         return Form(_TwoViews(view), _collate, 2 * CHANCES)
 
     def export(self, folder: Path) -> None:
-        """The backbone, for `timm.create_model(name, num_classes=0, checkpoint_path=...)`."""
+        """The backbone, for `timm.create_model("local-dir:" + folder, pretrained=True)`; or, for a
+        timm that does not know folders, with what config.json holds:
+        `timm.create_model(architecture, num_classes=0, checkpoint_path=file, **model_args)`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         weights = {
             name: each.detach().cpu().contiguous()
             for name, each in self.backbone.state_dict().items()
         }
         need("safetensors.torch").save_file(weights, folder / "model.safetensors")
+        pixels = {key: self.backbone.default_cfg[key] for key in ("mean", "std")}
+        size = [3, self.image_size, self.image_size]
         about = {
             "architecture": self.name,
             "num_classes": 0,
             "image_size": self.image_size,
-            **{key: self.backbone.default_cfg[key] for key in ("mean", "std")},
+            **pixels,
+            "model_args": self.model_args,
+            "pretrained_cfg": {"input_size": size, **pixels},  # as timm reads a folder
         }
         (folder / "config.json").write_text(json.dumps(about, indent=2))
 
