@@ -15,6 +15,7 @@ import ranks
 from tilewise.cli import main
 from tilewise.data.sources import open_source
 from tilewise.errors import CheckpointError, DataError, OptionError
+from tilewise.evaluate import plots
 from tilewise.evaluate.embed import Embedder
 from tilewise.evaluate.localise import make_scene, overlap, read_heat
 from tilewise.evaluate.suite import Suite
@@ -116,6 +117,45 @@ def test_retrieval_with_several_captions(folder, tmp_path):
         assert found[f"{name}/text_to_image_R@1"] == 1.0
         assert found[f"{name}/image_to_text_gallery"] == gallery
     assert len(list((tmp_path / "out").glob("*.png"))) == 2
+
+
+def test_a_row_for_each_caption(folder, tmp_path):
+    """As COCO's tables are: an image is there once, and found by all that is said of it."""
+    (tmp_path / "out").mkdir()
+    rows = [f"images/{name}/0.jpg,{name} {k}\n" for k in range(5) for name in COLOURS]
+    (tmp_path / "rows.csv").write_text("image,caption\n" + "".join(rows))
+    for name in (str(tmp_path / "rows.csv"), f"{tmp_path}/rows.csv@0-100"):
+        found = Suite(EvalConfig(retrieval=(name,), zero_shot=())).run(Colours(), tmp_path / "out")
+        for way, (queries, gallery) in {"image_to_text": (3, 15), "text_to_image": (15, 3)}.items():
+            assert found[f"{name}/{way}_R@1"] == 1.0
+            assert found[f"{name}/{way}_queries"] == queries
+            assert found[f"{name}/{way}_gallery"] == gallery
+    assert len(list((tmp_path / "out").glob("retrieval-*.png"))) == 2
+
+
+def test_several_images_of_one_id_stay(folder, tmp_path):
+    """Only the same file is there once; one with two labels is there for each."""
+    rows = [{"image": f"images/{name}/{k}.jpg", "caption": name, "label": label}
+            for label, name in enumerate(COLOURS) for k in (0, 1, 1)]  # fmt: skip
+    rows.append({**rows[0], "label": 2})
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = Embedder(Colours(), 4).embed(open_source(str(tmp_path / "some.jsonl")))
+    assert found.places == [0, 1, 3, 4, 6, 7, 9]
+    assert len(found.images.features) == len(found.images.ids) == 7
+    assert found.labels.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert len(found.images.ids.unique()) == len(found.texts.ids) == 3
+
+
+def test_best_images_are_shown_beside_a_damaged_one(folder, tmp_path, monkeypatch):
+    """Those that the features are of."""
+    name, shown = table(tmp_path, folder), []
+    (folder / "blue" / "0.jpg").write_bytes(b"no image")
+    monkeypatch.setattr(plots, "plot_retrieval_grid", lambda path, *of: shown.append(of))
+    Suite(EvalConfig(retrieval=(name,), zero_shot=())).run(Colours(), tmp_path)
+    ((texts, rows, hits),) = shown
+    for text, row, hit in zip(texts, rows, hits, strict=True):
+        assert hit == [True, False]
+        assert row[0].mean((0, 1)).argmax() == {"red": 0, "green": 1}[text.split()[0]]
 
 
 class Counted(Colours):

@@ -188,6 +188,29 @@ def test_images_of_a_table(tmp_path):
         table[2]
 
 
+def test_rows_of_one_image_are_one_thing(tmp_path):
+    """Whatever their captions, unless they tell who they are."""
+    rows = [
+        {"image": "a.png", "text": "first"},
+        {"image": "b.png", "text": "second"},
+        {"image": "./a.png", "text": "third"},
+        {"image": "a.png", "text": "fourth", "id": 7},
+        {"image": "c.png", "id": 70},
+        {"image": "c.png", "text": "fifth"},
+        {"text": "sixth"},
+        {"image": "A.png", "text": "sixth"},
+        {"image": "d.png"},
+        {"image": "d.png"},
+    ]
+    table = Table(jsonl(tmp_path / "a.jsonl", rows))
+    ids = [table.row(place)["id"] for place in range(len(table))]
+    first, second, sixth = map(text_id, ("first", "second", "sixth"))
+    assert ids == [first, second, first, 7, 70, 70, sixth, sixth, 8, 8]
+    assert [table.image_of(place) for place in range(10)] == [0, 1, 0, 0, 4, 4, 6, 7, 8, 8]
+    assert type(ids[0]) is int
+    assert pickle.loads(pickle.dumps(table)).row(2) == table.row(2)
+
+
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "../secret.png", "a/../../secret.png", "..", "C:\\x.png", "a\0b", 3]
 )

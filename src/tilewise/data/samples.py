@@ -50,7 +50,7 @@ def text_id(text: str) -> int:
 
     Texts that differ only in case, spacing or Unicode's spelling of a character share it.
     """
-    return _hashed(" ".join(unicodedata.normalize("NFKC", text).casefold().split()))
+    return hashed(" ".join(unicodedata.normalize("NFKC", text).casefold().split()))
 
 
 def default_id(sample: Sample, index: int) -> int:
@@ -82,7 +82,7 @@ def sample_of(fields: Mapping[str, Any]) -> Sample:
         told = known["id"]
         # As it is written: "aB" and "Ab" are two names.
         sample["id"] = (
-            _hashed(checked_text("id", told)) if isinstance(told, str) else _whole("id", told)
+            hashed(checked_text("id", told)) if isinstance(told, str) else _whole("id", told)
         )
     return sample
 
@@ -106,7 +106,8 @@ def whole_of(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) else None
 
 
-def _hashed(text: str) -> int:
+def hashed(text: str) -> int:
+    """A number below 2**63 for a text as it is written."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

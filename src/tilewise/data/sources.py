@@ -37,6 +37,11 @@ class Part:
         """A sample without its image."""
         return light(self.source, int(self.rows[index]))
 
+    def image_of(self, index: int) -> int:
+        """Which image a sample has: a place in the whole."""
+        place = int(self.rows[index])
+        return int(getattr(self.source, "image_of", int)(place))
+
     @property
     def classes(self) -> list[str]:
         """Those of the whole."""

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, SupportsIndex
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tilewise.data.decode import decode_image, decode_json
 from tilewise.data.samples import (
     CAPTIONS,
@@ -20,6 +23,7 @@ from tilewise.data.samples import (
     OnDamage,
     Sample,
     default_id,
+    hashed,
     place_of,
     sample_of,
     tell,
@@ -46,6 +50,9 @@ class Table:
     so on. CSV and TSV have a header; there captions and negatives may be JSON arrays, and an empty
     cell says nothing. Rows are held as text; images are read when they are asked for.
 
+    Rows of one image, as tables with a row for each caption have them, are one thing: without an id
+    of its own a row has that of the first row with its image.
+
     Args:
         path: .jsonl, .csv or .tsv, as it is or with .gz or .xz behind.
         columns: {its name: our name} where they differ, or our names of an array's columns in
@@ -66,15 +73,16 @@ class Table:
         self.images = os.path.realpath(self.path.parent if images is None else images)
         # Rows in JSON, one after the other: few Python objects, which forked processes would copy.
         self._text, self._ends = bytearray(), array("q", [0])
-        names = _Names(columns)
+        names, known = _Names(columns), _Ids()
         for line, read in _rows(self.path):
             try:
-                self._append(read(names))
+                self._append(read(names), known)
             except DataError as error:
                 tell(DataError(f"line {line} of {self.path}: {error}", error.kind), on_damage)
         if not len(self):
             raise DataError(f"want rows in {self.path}, got none", "table")
         names.check_all_found(self.path)
+        self._ids, self._firsts = known.shared()
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -92,7 +100,12 @@ class Table:
     def row(self, place: int) -> Sample:
         """A sample with the path of its image instead of the image."""
         row: Row = json.loads(self._text[self._ends[place] : self._ends[place + 1]])
+        row["id"] = int(self._ids[place])
         return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
+
+    def image_of(self, place: int) -> int:
+        """Which image a row has: the place of the first row with it."""
+        return int(self._firsts[place])
 
     def image_bytes(self, place: int) -> bytes:
         """The file of a row's image, which lies in the folder of images wherever links lead."""
@@ -110,7 +123,7 @@ class Table:
         except OSError as error:
             raise DataError(f"the image must be a file to read: {error}", "missing") from error
 
-    def _append(self, row: Row) -> None:
+    def _append(self, row: Row, known: "_Ids") -> None:
         sample = sample_of(row)
         if row.get("image") is not None:
             sample["image"] = _checked_path(row["image"])
@@ -120,9 +133,37 @@ class Table:
                 "which is which with columns={its name: our name}",
                 "field",
             )
-        sample.setdefault("id", default_id(sample, len(self)))
+        known.add(sample)
+        sample.pop("id", None)
         self._text += json.dumps(sample, ensure_ascii=False).encode()
         self._ends.append(len(self._text))
+
+
+class _Ids:
+    """Ids and images of rows, 17 bytes each until all are known: a dictionary would take ten times
+    as much.
+    """
+
+    def __init__(self) -> None:
+        self.ids, self.images, self.told = array("q"), array("q"), bytearray()
+
+    def add(self, sample: Sample) -> None:
+        """The next row, with the path of its image."""
+        place = len(self.ids)
+        self.told.append("id" in sample)
+        self.ids.append(sample.get("id", default_id(sample, place)))
+        # Below 0: an image that no other row has.
+        path = sample.get("image")
+        self.images.append(-1 - place if path is None else hashed(os.path.normpath(path)))
+
+    def shared(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids (n,), and the first row (n,) with each row's image, whose id it has unless it tells
+        its own.
+        """
+        ids, images = (np.frombuffer(each, np.int64) for each in (self.ids, self.images))
+        _, first, image = np.unique(images, return_index=True, return_inverse=True)
+        firsts = first[image]
+        return np.where(np.frombuffer(self.told, np.bool_), ids, ids[firsts]), firsts
 
 
 class _Names:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,11 +43,20 @@ class Side:
 class Embedded:
     """What a model makes of a data set, on the model's device, where it is measured."""
 
-    images: Side | None = None
+    images: Side | None = None  # of copies of an image one
+    places: list[int] = field(default_factory=list)  # of the images, in the data set
     texts: Side | None = None  # captions, or documents
     queries: Side | None = None
     labels: Tensor | None = None  # (n,), those of the images
     bad: Counter[str] = field(default_factory=Counter)
+
+
+class _Image(NamedTuple):
+    """Who an image is."""
+
+    place: int  # in the data set
+    id: int
+    label: int  # below 0 for none
 
 
 @dataclass
@@ -56,10 +65,22 @@ class _Found:
 
     bad: Counter[str]
     features: Tensor | None = None  # of images, (n, D)
-    image_ids: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
+    images: list[_Image] = field(default_factory=list)
     texts: list[tuple[int, str]] = field(default_factory=list)
     queries: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Samples that tell their places."""
+
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {**self.source[index], "place": index}
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class Embedder:
         view = View(self.model.image_size) if has_images else None
         spans = self._spans(len(source))
         own = [spans[k] for k in self._own(len(spans))]
-        loaded = in_order(source, own, partial(_looked_at, view), self.workers)
+        loaded = in_order(_Placed(source), own, partial(_looked_at, view), self.workers)
         found = []
         for span, each in zip(own, loaded, strict=True):
             self.tell(f"embedding {name}", span.start, len(source))
@@ -91,11 +112,15 @@ class Embedder:
         parts = self._of_all(found, len(spans))
         texts = list(dict.fromkeys(text for part in parts for text in part.texts))
         queries = [query for part in parts for query in part.queries]
+        images = [image for part in parts for image in part.images]
+        rows = _without_copies(images, source)
+        images = [images[row] for row in rows]
         return Embedded(
-            images=self._images(parts),
+            images=self._images(parts, rows, [image.id for image in images]),
+            places=[image.place for image in images],
             texts=self._text_side(texts, name) if texts and self.model.can("texts") else None,
             queries=self._text_side(queries, name, queries=True) if queries else None,
-            labels=self._labels(parts),
+            labels=self._labels([image.label for image in images]),
             bad=sum((part.bad for part in parts), Counter[str]()),
         )
 
@@ -138,8 +163,9 @@ class Embedder:
             pixels = torch.from_numpy(np.stack([each["pixels"] for each in samples] or [black]))
             features = self.model.images(pixels.to(self.model.device)).float().cpu()
             part.features = features[: len(samples)]
-            part.image_ids = [each["id"] for each in samples]
-            part.labels = [each.get("label", -1) for each in samples]
+            part.images = [
+                _Image(each["place"], each["id"], each.get("label", -1)) for each in samples
+            ]
         for each in samples:
             texts = each.get("text", (each["positive"],) if "positive" in each else ())
             part.texts += [
@@ -149,13 +175,11 @@ class Embedder:
                 part.queries.append((each["id"], each["query"]))
         return part
 
-    def _images(self, parts: Sequence[_Found]) -> Side | None:
+    def _images(self, parts: Sequence[_Found], rows: list[int], ids: list[int]) -> Side | None:
         features = [part.features for part in parts if part.features is not None]
-        ids = [number for part in parts for number in part.image_ids]
-        return self._side(torch.cat(features), ids) if features else None
+        return self._side(torch.cat(features)[rows], ids) if features else None
 
-    def _labels(self, parts: Sequence[_Found]) -> Tensor | None:
-        labels = [label for part in parts for label in part.labels]
+    def _labels(self, labels: list[int]) -> Tensor | None:
         known = bool(labels) and min(labels) >= 0
         return torch.tensor(labels, device=self.model.device) if known else None
 
@@ -169,6 +193,18 @@ class Embedder:
     def _side(self, features: Tensor, ids: list[int], texts: Sequence[str] = ()) -> Side:
         place = self.model.device
         return Side(features.to(place), torch.tensor(ids, device=place), list(texts))
+
+
+def _without_copies(images: Sequence[_Image], source: Source) -> list[int]:
+    """Which to keep: of copies the first, since a table may have a row for each caption.
+
+    Those of one id that are not the same image stay, and so does a copy with another label.
+    """
+    image_of = getattr(source, "image_of", int)
+    first: dict[_Image, int] = {}
+    for row, image in enumerate(images):
+        first.setdefault(image._replace(place=image_of(image.place)), row)
+    return list(first.values())
 
 
 def _looked_at(view: View | None, sample: Sample) -> Sample:

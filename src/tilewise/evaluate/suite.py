@@ -144,8 +144,6 @@ class Suite:
     def _plot_grid(self, found: Embedded, name: str, folder: Path) -> None:
         assert found.images is not None
         assert found.texts is not None
-        if found.bad:
-            return  # rows of features are no longer rows of the source
         picks = torch.linspace(0, len(found.texts.texts) - 1, SHOWN + 2).long()[1:-1].unique()
         best = top(
             found.texts.features[picks],
@@ -153,7 +151,7 @@ class Suite:
             min(BEST, len(found.images.features)),
         )[1].cpu()
         source = self.sources[name]
-        rows = [pixels_of([source[int(i)] for i in row]) for row in best]
+        rows = [pixels_of([source[found.places[i]] for i in row]) for row in best]
         hits = [
             [bool(found.images.ids[i] == found.texts.ids[pick]) for i in row]
             for pick, row in zip(picks, best, strict=True)
