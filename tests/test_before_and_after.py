@@ -231,6 +231,21 @@ def test_images_of_a_table_may_be_elsewhere(tmp_path):
             open_source(f"{table}?{wrong}")
 
 
+def test_rows_that_are_wrong_count_as_damaged(tmp_path):
+    """A few are replaced by others; many stop the run."""
+    for i in range(24):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / f"{i}.png")
+    rows = [f"{i}.png,thing {i}" for i in range(24)]
+    rows[3] = "3.png,too,many"
+    (tmp_path / "pairs.csv").write_text("\n".join(["image,text", *rows]))
+    trainer = Trainer(config(tmp_path, train_data=str(tmp_path / "pairs.csv")), ALONE)
+    trainer.run()
+    assert trainer.batches.bad == {"field": 5}
+    how = {"name": "again", "max_bad_share": 0.001}
+    with pytest.raises(DataError, match=r"2 of 48 samples were damaged \(2 field\)"):
+        train(config(tmp_path, train_data=str(tmp_path / "pairs.csv"), **how))
+
+
 def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
     def interrupted(*of):
         raise KeyboardInterrupt

@@ -14,6 +14,7 @@ from PIL import Image
 import tilewise as tw
 from tilewise.data.folders import ImageFolder
 from tilewise.data.samples import text_id
+from tilewise.data.sources import open_source
 from tilewise.data.tables import Table
 from tilewise.errors import DataError
 
@@ -167,6 +168,33 @@ def test_rows_may_be_left_out_and_told(tmp_path):
     assert kind_of(lambda: Table(tmp_path / "none.csv")) == "missing"
 
 
+def test_a_row_that_is_wrong_may_stay_as_a_damaged_sample(tmp_path):
+    """It keeps its place, is counted by its kind when it is asked for, and costs no other row."""
+    path = tmp_path / "a.csv"
+    path.write_text("image,text,label\na.png,a,1\nb.png,b\nc.png,c,3,4\nd.png,d,x\ne.png,e,5\n")
+    table = open_source(str(path))
+    assert len(table) == 5
+    assert [table.row(place)["text"] for place in (0, 4)] == [("a",), ("e",)]
+    for place, says in enumerate(("line 3 .*want 3 cells, got 2", "line 4 .*got 4", "label"), 1):
+        with pytest.raises(DataError, match=says) as caught:
+            table[place]
+        assert caught.value.kind == "field"
+    assert len(open_source(f"{path}@0-100")) == 2
+    with pytest.raises(DataError, match="line 3"):
+        Table(path)
+    path.write_text("image,text\nb\nc\n")
+    with pytest.raises(DataError, match=r"line 2 .*want 2 cells"):
+        open_source(str(path))
+
+
+def test_unknown_columns_are_told_as_both_ask_for_them(tmp_path):
+    (tmp_path / "a.csv").write_text("file,title\na.png,a\n")
+    with pytest.raises(DataError, match=r"TABLE\?columns=file:image,title:text.*columns=\{"):
+        open_source(str(tmp_path / "a.csv"))
+    jsonl(tmp_path / "b.jsonl", [{"\ud800": 1}, {"text": "b"}])
+    assert kind_of(lambda: open_source(str(tmp_path / "b.jsonl"))[0]) == "field"
+
+
 # Images
 
 
@@ -212,7 +240,8 @@ def test_rows_of_one_image_are_one_thing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/passwd", "../secret.png", "a/../../secret.png", "..", "C:\\x.png", "a\0b", 3]
+    "path",
+    ["/etc/passwd", "../secret.png", "a/../../secret.png", "..", "C:\\x.png", "a\0b", "\ud800", 3],
 )
 def test_no_path_leads_out(path, tmp_path):
     put_image(tmp_path / "secret.png")

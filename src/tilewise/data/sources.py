@@ -86,7 +86,7 @@ def _open_whole(name: str, index_folder: str | None) -> Source:
         return synthetic.parse(name.removeprefix("synthetic:"))
     path, _, options = name.partition("?")
     if TABLES.search(path):
-        return Table(_existing(path), **_table_options(options, name))
+        return Table(_existing(path), keep_damaged=True, **_table_options(options, name))
     if path.endswith(".tar") or any(mark in path for mark in "{*") or "::" in path:
         return Shards(path, index_folder=index_folder)
     folder = _existing(path)

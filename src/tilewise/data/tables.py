@@ -32,6 +32,7 @@ from tilewise.data.samples import (
 from tilewise.errors import DataError, OptionError
 
 COLUMNS = ("image", *FIELDS)
+DAMAGED = "damaged"  # the field of a row that is wrong: what, and of which kind
 OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
 Row = dict[str, Any]
@@ -59,6 +60,8 @@ class Table:
             order; None for a column to leave alone.
         images: the folder that image paths start from and must not leave; by default the table's.
         on_damage: told of each row that is wrong, which is then left out, instead of raising.
+        keep_damaged: whether a row that is wrong stays, as a sample that raises when it is asked
+            for, unless all are wrong; then nobody is told.
     """
 
     def __init__(
@@ -68,19 +71,26 @@ class Table:
         columns: Columns = (),
         images: str | Path | None = None,
         on_damage: OnDamage | None = None,
+        keep_damaged: bool = False,
     ) -> None:
         self.path = Path(path).expanduser()
         self.images = os.path.realpath(self.path.parent if images is None else images)
         # Rows in JSON, one after the other: few Python objects, which forked processes would copy.
         self._text, self._ends = bytearray(), array("q", [0])
-        names, known = _Names(columns), _Ids()
+        names, known, damaged = _Names(columns), _Ids(), 0
+        nothing = DataError(f"want rows in {self.path}, got none", "table")
         for line, read in _rows(self.path):
             try:
-                self._append(read(names), known)
+                self._append(_sample(read(names)), known)
             except DataError as error:
-                tell(DataError(f"line {line} of {self.path}: {error}", error.kind), on_damage)
-        if not len(self):
-            raise DataError(f"want rows in {self.path}, got none", "table")
+                found = DataError(f"line {line} of {self.path}: {error}", error.kind)
+                if keep_damaged:
+                    self._append({DAMAGED: [str(found), found.kind]}, known)
+                    nothing, damaged = nothing if damaged else found, damaged + 1
+                else:
+                    tell(found, on_damage)
+        if damaged == len(self):
+            raise nothing
         names.check_all_found(self.path)
         self._ids, self._firsts = known.shared()
 
@@ -100,6 +110,8 @@ class Table:
     def row(self, place: int) -> Sample:
         """A sample with the path of its image instead of the image."""
         row: Row = json.loads(self._text[self._ends[place] : self._ends[place + 1]])
+        if DAMAGED in row:
+            raise DataError(*row[DAMAGED])
         row["id"] = int(self._ids[place])
         return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
 
@@ -123,20 +135,26 @@ class Table:
         except OSError as error:
             raise DataError(f"the image must be a file to read: {error}", "missing") from error
 
-    def _append(self, row: Row, known: "_Ids") -> None:
-        sample = sample_of(row)
-        if row.get("image") is not None:
-            sample["image"] = _checked_path(row["image"])
-        if not sample:
-            raise DataError(
-                f"want a column of {', '.join(COLUMNS)}, got {', '.join(row)[:200] or 'none'}; say "
-                "which is which with columns={its name: our name}",
-                "field",
-            )
+    def _append(self, sample: Sample, known: "_Ids") -> None:
         known.add(sample)
         sample.pop("id", None)
-        self._text += json.dumps(sample, ensure_ascii=False).encode()
+        self._text += json.dumps(sample, ensure_ascii=False).encode(errors="backslashreplace")
         self._ends.append(len(self._text))
+
+
+def _sample(row: Row) -> Sample:
+    """With the path of its image."""
+    sample = sample_of(row)
+    if row.get("image") is not None:
+        sample["image"] = _checked_path(row["image"])
+    if not sample:
+        raise DataError(
+            f"want a column of {', '.join(COLUMNS)}, got {', '.join(row)[:200] or 'none'}; say "
+            "which is which as TABLE?columns=file:image,title:text, in Python "
+            "columns={its name: our name}",
+            "field",
+        )
+    return sample
 
 
 class _Ids:
@@ -279,6 +297,7 @@ def _checked_path(path: object) -> str:
     sound = (
         isinstance(path, str)
         and "\0" not in path
+        and not any("\ud800" <= mark <= "\udfff" for mark in path)  # half a pair, as JSON may have
         and not os.path.isabs(path)
         and not PureWindowsPath(path).drive
         and os.path.normpath(path).split(os.sep)[0] != os.pardir
