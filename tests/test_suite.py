@@ -275,6 +275,37 @@ def test_what_every_text_finds_does_not_count(folder, tmp_path):
     assert found[f"{name}/pointing_accuracy"] > 0.9
 
 
+def test_scenes_do_without_damaged_samples(folder, tmp_path):
+    """Counted as retrieval does; a sample without a text is none for a scene."""
+    name = table(tmp_path, folder)
+    rows = [{"image": "images/red/9.jpg", "text": "gone"}, {"text": "no image"},
+            {"image": "images/red/1.jpg", "id": 3}]  # fmt: skip
+    for row, retrieval, damaged in zip(rows, ((name,), (name,), ()), (1.0, 2.0, 3.0), strict=True):
+        with Path(name).open("a") as file:
+            file.write(f"\n{json.dumps(row)}")
+        how = {"retrieval": retrieval, "zero_shot": (), "localise": (name,)}
+        found = Suite(EvalConfig(**how)).run(Colours())
+        assert found[f"{name}/pointing_accuracy"] > 0.9
+        assert found[f"{name}/damaged"] == damaged
+    for colour in ("red", "green"):
+        (folder / colour / "0.jpg").unlink()
+    with pytest.raises(DataError, match=r"needs 2 sound samples of different ids .* got 1 of 6"):
+        Suite(EvalConfig(**how)).run(Colours())
+
+
+def test_scenes_of_several_data_have_a_picture_each(folder, tmp_path):
+    names, out = (table(tmp_path, folder), "synthetic:20"), tmp_path / "out"
+    out.mkdir()
+    for given, pictures in (
+        (names[:1], ["localise.png"]),
+        (names, ["localise-", "localise-synthetic-20.png", "localise.png"]),
+    ):
+        Suite(EvalConfig(retrieval=(), zero_shot=(), localise=given)).run(Colours(), out)
+        found = sorted(path.name for path in out.iterdir())
+        assert len(found) == len(pictures)
+        assert all(map(str.startswith, found, pictures))
+
+
 def test_a_scene_is_the_same_again_and_shows_its_thing():
     source = open_source("emoji:style")
     first, second = (make_scene(source, 3, 32) for _ in range(2))

@@ -3,7 +3,7 @@
 Zero-shot detection by the similarity of places to a text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.data.order import permuted, uniforms
-from tilewise.data.samples import Source
+from tilewise.data.samples import Sample, Source
+from tilewise.errors import DataError
 from tilewise.evaluate import plots
 from tilewise.evaluate.embed import pixels_of
 from tilewise.models.base import PairModel
 
 GRID = 3  # cells a side of a scene
-THINGS = 4  # of them with an image
+THINGS, FEWEST = 4, 2  # of them with an image, and where the data have no more
 SCENES = 100
 AT_ONCE = 10  # scenes embedded together
 LEVEL = 0.5  # of the largest similarity above the mean: what is said to belong to the thing
@@ -39,21 +40,21 @@ class Scene:
     box: Box
 
 
-def make_scene(source: Source, number: int, size: int, seed: int = 0) -> Scene:
+def make_scene(
+    source: Source, number: int, size: int, seed: int = 0, *, damaged: set[int] | None = None
+) -> Scene:
     """THINGS samples of different ids in cells of a GRID x GRID canvas, each cell `size` pixels,
     moved a little.
+
+    Samples that are damaged are left out; those found are added to `damaged`.
     """
     canvas = np.full((GRID * size, GRID * size, 3), 255, np.uint8)
     key = np.array([number + seed * SCENES], np.uint64)
     cells = permuted(np.arange(GRID * GRID), GRID * GRID, key)[:THINGS]
     order = permuted(np.arange(len(source)), len(source), key + np.uint64(1))
-    boxes, texts, used = list[Box](), list[str](), set[int]()
+    boxes, texts = list[Box](), list[str]()
     chances = uniforms(seed, np.full(THINGS, number), np.arange(THINGS), 2)
-    for index in order:
-        sample = source[int(index)]
-        if sample["id"] in used:
-            continue
-        used.add(sample["id"])
+    for sample in _things(source, map(int, order), set() if damaged is None else damaged):
         place = len(boxes)
         # Up to a quarter of a cell away from its middle, inside the canvas.
         top, left = (
@@ -68,26 +69,52 @@ def make_scene(source: Source, number: int, size: int, seed: int = 0) -> Scene:
         texts.append(sample["text"][0])
         if len(boxes) == THINGS:
             break
+    if len(boxes) < FEWEST:
+        raise DataError(
+            f"a scene needs {FEWEST} sound samples of different ids with image and text, got "
+            f"{len(boxes)} of {len(source)} samples; repair the data, or leave localise out"
+        )
     return Scene(canvas, texts[0], boxes[0])
+
+
+def _things(source: Source, order: Iterable[int], damaged: set[int]) -> Iterator[Sample]:
+    """Sound samples of different ids with image and text; places of others go to `damaged`."""
+    used = set[int]()
+    for index in order:
+        if index in damaged:
+            continue
+        try:
+            sample = source[index]
+        except DataError:
+            sample = {}
+        if not {"image", "text"} <= sample.keys():
+            damaged.add(index)
+        elif sample["id"] not in used:
+            used.add(sample["id"])
+            yield sample
 
 
 def localise(
     model: PairModel,
     source: Source,
     *,
-    folder: Path | None = None,
+    picture: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Pointing accuracy and overlap over scenes, and what a random place would get.
 
     Pointing: the most similar place lies in the thing's box. IoU: of the box around all places that
     are at least half as far above the mean as the most similar one, and connected with it, with the
-    thing's box.
+    thing's box. "damaged": samples that were met and left out, if any.
+
+    Args:
+        picture: file for some of the scenes.
     """
-    size = model.image_size
+    size, damaged = model.image_size, set[int]()
     hits, overlaps, shown = list[bool](), list[float](), list[Any]()
     for first in range(0, SCENES, AT_ONCE):
-        scenes = [make_scene(source, number, size) for number in range(first, first + AT_ONCE)]
+        numbers = range(first, first + AT_ONCE)
+        scenes = [make_scene(source, number, size, damaged=damaged) for number in numbers]
         for scene, heat in zip(scenes, heat_maps(model, scenes), strict=True):
             point, found = read_heat(heat)
             hits.append(_inside(point, scene.box))
@@ -95,13 +122,14 @@ def localise(
             if len(shown) < SHOWN:
                 shown.append((scene.pixels, heat.numpy(), scene.box, found, scene.text))
         on_progress(first + AT_ONCE, SCENES)
-    if folder is not None:
-        plots.plot_scenes(folder / "localise.png", shown)
+    if picture is not None:
+        plots.plot_scenes(picture, shown)
     return {
         "pointing_accuracy": float(np.mean(hits)),
         "pointing_chance": 1 / GRID**2,
         "mean_iou": float(np.mean(overlaps)),
         "iou_above_half": float(np.mean(np.array(overlaps) >= 0.5)),
+        **({"damaged": float(len(damaged))} if damaged else {}),
     }
 
 

@@ -119,9 +119,15 @@ class Suite:
             # Scenes are many images each: at the end, with the pictures.
             for name in self.config.localise if whole else ():
                 told = partial(self.tell, f"scenes of {name}")
-                found_in = localise(model, self.sources[name], folder=folder, on_progress=told)
-                metrics |= _named(name, found_in)
+                picture = None if folder is None else folder / self._scenes_file(name)
+                scenes = localise(model, self.sources[name], picture=picture, on_progress=told)
+                # Damage met in scenes is part of what was counted over all samples.
+                metrics = {**_named(name, scenes), **metrics}
         return metrics
+
+    def _scenes_file(self, name: str) -> str:
+        """localise.png, unless scenes of other data are to lie beside it."""
+        return f"localise-{_plain(name)}.png" if len(self.config.localise) > 1 else "localise.png"
 
     def _retrieval(self, found: Embedded, name: str, folder: Path | None) -> dict[str, float]:
         if found.queries is not None and found.texts is not None:
