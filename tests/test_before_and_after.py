@@ -17,9 +17,11 @@ from tilewise import cli
 from tilewise.data.loader import join
 from tilewise.data.sources import open_source
 from tilewise.errors import DataError, OptionError
+from tilewise.evaluate import suite
 from tilewise.models.image_text import ImageText
 from tilewise.models.text_pairs import TextPairs
 from tilewise.train import checkpoint, loop
+from tilewise.train.logs import Log
 from tilewise.train.loop import RESULTS, Trainer
 from tilewise.train.setup import Ranks
 
@@ -70,6 +72,22 @@ def test_results_of_fewer_steps_are_not_taken_for_these(tmp_path, monkeypatch):
     outcome = train(config(tmp_path, resume="latest", steps=7, **how))
     assert outcome.steps == 7
     assert outcome.metrics
+
+
+def test_an_evaluation_that_fails_leaves_what_there_is(tmp_path, monkeypatch):
+    """The loss, and what was measured before; the run can still be evaluated."""
+    how = {"retrieval": ["synthetic:9"], "zero_shot": ["synthetic:8"]}
+    with monkeypatch.context() as broken:
+        broken.setattr(suite, "zero_shot", lambda *of: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config(tmp_path, **how))
+    assert (tmp_path / "run/loss.png").exists()
+    assert (tmp_path / "run/recall.png").exists()
+    assert not (tmp_path / "run" / RESULTS).exists()
+    last = Log(tmp_path / "run").rows()[-1]
+    assert "synthetic:9/image_to_text_R@1" in last
+    assert "synthetic:8/zeroshot_top1" not in last
+    assert "synthetic:8/zeroshot_top1" in train(config(tmp_path, resume="latest", **how)).metrics
 
 
 def test_nothing_to_resume_is_said(tmp_path, capsys):

@@ -98,6 +98,54 @@ def test_damaged_images_are_left_out_and_told(folder):
     assert found[f"{folder}/damaged"] == 1.0
 
 
+def labelled(tmp_path, labels):
+    """Shards of red images with these labels, None for none."""
+    rows = [{"image": "images/red/0.jpg", "id": k, **({} if label is None else {"label": label})}
+            for k, label in enumerate(labels)]  # fmt: skip
+    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    name = str(tmp_path / f"shards{len(labels)}")
+    assert main(["data", "pack", str(tmp_path / "labels.jsonl"), name]) == 0
+    return name
+
+
+def test_labels_without_a_class_are_found_before_training(folder, tmp_path):
+    name, classes = labelled(tmp_path, [0, 1, 2, 3]), tmp_path / "names.txt"
+    how = {"retrieval": (), "zero_shot": (name,), "classes": str(classes)}
+    classes.write_text("green\nblue\nred\n")
+    with pytest.raises(DataError, match=r"from 0 to 2.*got 3 of sample 3.*\(--classes\)"):
+        Suite(EvalConfig(**how))
+    classes.write_text("green\nblue\nred\npink\n")
+    assert Suite(EvalConfig(**how)).run(Colours())[f"{name}/zeroshot_top1"] == 0.25
+
+
+def test_samples_without_a_label_are_left_out_and_told(folder, tmp_path):
+    """The first one too; without any label there is nothing to measure."""
+    name, classes = labelled(tmp_path, [None, 1, None, 2, 1]), tmp_path / "names.txt"
+    classes.write_text("green\nred\nblue\n")
+    how = {"zero_shot": (name,), "classes": str(classes), "probe": (name, name)}
+    suite = Suite(EvalConfig(retrieval=(), **how))
+    suite.check(Colours())
+    found = suite.run(Colours())
+    assert found[f"{name}/unlabelled"] == 2.0
+    assert found[f"{name}/zeroshot_top1"] == pytest.approx(2 / 3)
+    assert f"{name}/knn_top1" in found
+    nothing = labelled(tmp_path, [None])
+    suite = Suite(EvalConfig(retrieval=(), zero_shot=(nothing,), classes=str(classes)))
+    for ask in (suite.check, suite.run):
+        with pytest.raises(DataError, match="label"):
+            ask(Colours())
+
+
+def test_pictures_of_data_with_long_names(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    for folders in (["é" * 90, "b" * 90], ["é" * 90, "c" * 90]):
+        long = "/".join([str(tmp_path), *folders])
+        Path(long).mkdir(parents=True)
+        name = f"{table(Path(long), folder)}?images={tmp_path}"
+        Suite(EvalConfig(retrieval=(name,), zero_shot=())).run(Colours(), tmp_path / "out")
+    assert len({path.name for path in (tmp_path / "out").iterdir()}) == 4
+
+
 def table(tmp_path, folder):
     rows = [
         {"image": f"images/{name}/0.jpg", "captions": [f"{name} thing", f"nothing {name}"]}

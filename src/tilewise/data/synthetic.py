@@ -59,22 +59,25 @@ class Synthetic:
     def __getitem__(self, index: int) -> Sample:
         from PIL import Image  # noqa: PLC0415
 
+        return {"image": Image.fromarray(self._pixels(index)), **self.row(index)}
+
+    def _pixels(self, index: int) -> NDArray[np.uint8]:
         code = self.code(index)
         side = np.arange(self.size) * self.cells // self.size
         mosaic = self.palette[code.reshape(self.cells, self.cells)][side][:, side]
         dice = np.random.default_rng((self.seed, index))
         cell = dice.normal(0, self.noise * GAP, (self.cells, self.cells, 3)).astype(np.float32)
-        pixels = np.clip(mosaic + cell[side][:, side], 0, 255).astype(np.uint8)
+        pixels: NDArray[np.uint8] = np.clip(mosaic + cell[side][:, side], 0, 255).astype(np.uint8)
+        return pixels
+
+    def row(self, index: int) -> Sample:
+        """A sample without its image, which is not drawn."""
+        code = self.code(index)
         words = " ".join(self.names[colour] for colour in code)
         number = 0
         for colour in code:
             number = (number * len(self.names) + int(colour)) % 2**62
-        return {
-            "image": Image.fromarray(pixels),
-            "text": (words,),
-            "id": number,
-            "label": int(code[0]),
-        }
+        return {"text": (words,), "id": number, "label": int(code[0])}
 
     @property
     def classes(self) -> list[str]:

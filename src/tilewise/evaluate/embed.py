@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.data.loader import in_order
-from tilewise.data.samples import Sample, Source
+from tilewise.data.samples import Sample, Source, light
 from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
@@ -23,6 +23,7 @@ Tell = Callable[[str, int, int], None]  # of what, how many are done, and of how
 
 MIDDLE = np.full(CHANCES, 0.5)  # what an evaluation draws: nothing
 TRIED = 100  # samples, to find one that is not damaged
+LOOKED_AT = 4000  # samples, to find a label that has no class
 THUMB = 64  # pixels a side of what a picture of results shows
 
 
@@ -47,8 +48,15 @@ class Embedded:
     places: list[int] = field(default_factory=list)  # of the images, in the data set
     texts: Side | None = None  # captions, or documents
     queries: Side | None = None
-    labels: Tensor | None = None  # (n,), those of the images
+    labels: Tensor | None = None  # (n,), those of the images, below 0 for none; if any has one
     bad: Counter[str] = field(default_factory=Counter)
+
+    def labelled(self) -> tuple[Tensor, Tensor] | None:
+        """Features (m, D) and labels (m,) of the images that have one, if any has."""
+        if self.images is None or self.labels is None:
+            return None
+        known = self.labels >= 0
+        return self.images.features[known], self.labels[known]
 
 
 class _Image(NamedTuple):
@@ -180,7 +188,7 @@ class Embedder:
         return self._side(torch.cat(features)[rows], ids) if features else None
 
     def _labels(self, labels: list[int]) -> Tensor | None:
-        known = bool(labels) and min(labels) >= 0
+        known = bool(labels) and max(labels) >= 0
         return torch.tensor(labels, device=self.model.device) if known else None
 
     def _text_side(
@@ -217,20 +225,42 @@ def _looked_at(view: View | None, sample: Sample) -> Sample:
     return {**rest, "pixels": view(sample["image"], MIDDLE)}
 
 
-def first_sound(source: Source) -> Sample:
-    """The first sample that is not damaged."""
-    last: DataError | None = None
+def first_sound(source: Source, field: str = "id") -> Sample:
+    """The first sample that is not damaged and has this field, or the first without it."""
+    last, without = None, None
     for index in range(tried := min(len(source), TRIED)):
         try:
-            return source[index]
+            sample = source[index]
         except DataError as error:
             last = error
+            continue
+        if field in sample:
+            return sample
+        without = without or sample
+    if without is not None:
+        return without
     raise DataError(f"want a sound sample among the first {tried}; the last: {last}") from last
 
 
 def pixels_of(samples: Sequence[Sample], size: int = THUMB) -> list[Any]:
     """(size, size, 3) bytes of each, to show."""
     return [View(size)(each["image"], MIDDLE).transpose(1, 2, 0) for each in samples]
+
+
+def check_labels(source: Source, name: str, classes: int) -> None:
+    """Raise where a label has no class; of many samples some are looked at, without images."""
+    places = np.linspace(0, len(source) - 1, LOOKED_AT).astype(int)
+    for index in np.unique(places).tolist():
+        try:
+            label = light(source, index).get("label", -1)
+        except DataError:
+            continue
+        if label >= classes:
+            raise DataError(
+                f"labels of {name!r} must be from 0 to {classes - 1}, one for each class name, got "
+                f"{label} of sample {index}; give a name for each class (--classes), in the order "
+                "of the labels"
+            )
 
 
 def class_names(source: Source, path: str) -> list[str]:

@@ -1,5 +1,6 @@
 """All that a configuration wants measured of a model: numbers and pictures."""
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from tilewise.evaluate.embed import (
     Embedded,
     Embedder,
     Tell,
+    check_labels,
     class_names,
     first_sound,
     pixels_of,
@@ -35,6 +37,7 @@ from tilewise.train.config import EvalConfig
 from tilewise.train.setup import ALONE, Ranks
 
 SHOWN, BEST = 6, 5  # texts in the picture of results, and images of each
+LONGEST = 100  # bytes of a data set's name in that of a file
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Suite:
     ranks: Ranks = ALONE
     tell: Tell = untold
     sources: dict[str, Source] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last run; if that raised, what was measured before."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -54,7 +59,8 @@ class Suite:
             if name not in self.sources:
                 self.sources[name] = open_source(name, index_folder=self.index_folder or None)
         for name in config.zero_shot:
-            class_names(self.sources[name], config.classes)
+            names = class_names(self.sources[name], config.classes)
+            check_labels(self.sources[name], name, len(names))
         if config.zero_shot:
             check_templates(templates(config))
 
@@ -77,14 +83,14 @@ class Suite:
                 self._check_fields(what, name, able)
 
     def _check_fields(self, what: str, name: str, able: set[str]) -> None:
-        sample = first_sound(self.sources[name])
-        has = set(sample)
+        labelled = what in ("zero_shot", "probe")
+        has = set(first_sound(self.sources[name], "label" if labelled else "id"))
         if what == "retrieval":
             pair = {"image", "text"} if "images" in able else {"query", "positive"}
             fine = pair <= has or {"query", "positive"} <= has
             wanted = " and ".join(sorted(pair))
         else:
-            wanted = "image and text" if what == "localise" else "image and label"
+            wanted = "image and label" if labelled else "image and text"
             fine = set(wanted.split(" and ")) <= has
         if not fine:
             raise DataError(f"{what} needs {wanted}, and samples of {name!r} have {', '.join(has)}")
@@ -99,15 +105,12 @@ class Suite:
         config = self.config
         how = (config.eval_batch, config.captions, self.workers, self.ranks, self.tell)
         embedder = Embedder(model, *how)
+        self.metrics = metrics = dict[str, float]()
         with evaluating(model):
             self.ranks.align(model)
             names = dict.fromkeys((*config.retrieval, *config.zero_shot, *config.probe))
             found = {name: embedder.embed(self.sources[name], name) for name in names}
-            metrics = {
-                f"{name}/damaged": float(sum(each.bad.values()))
-                for name, each in found.items()
-                if each.bad
-            }
+            metrics |= _left_out(found, {*config.zero_shot, *config.probe})
             for name in self.config.retrieval:
                 metrics |= _named(name, self._retrieval(found[name], name, folder))
             for name in self.config.zero_shot:
@@ -122,7 +125,7 @@ class Suite:
                 picture = None if folder is None else folder / self._scenes_file(name)
                 scenes = localise(model, self.sources[name], picture=picture, on_progress=told)
                 # Damage met in scenes is part of what was counted over all samples.
-                metrics = {**_named(name, scenes), **metrics}
+                metrics |= {**_named(name, scenes), **metrics}
         return metrics
 
     def _scenes_file(self, name: str) -> str:
@@ -170,7 +173,8 @@ class Suite:
         )
 
     def _zero_shot(self, embedder: Embedder, found: Embedded, name: str) -> dict[str, float]:
-        if found.images is None or found.labels is None:
+        labelled = found.labelled()
+        if labelled is None:
             raise DataError(
                 f"zero-shot classification needs images with labels; {name!r} has not both"
             )
@@ -187,7 +191,7 @@ class Suite:
         vectors = class_vectors(encode, names, prompts, chunk=together)
         return {
             f"zeroshot_{key}": value
-            for key, value in zero_shot(found.images.features, vectors, found.labels).items()
+            for key, value in zero_shot(labelled[0], vectors, labelled[1]).items()
         }
 
 
@@ -209,12 +213,22 @@ def _named(name: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
+def _left_out(found: dict[str, Embedded], labelled: set[str]) -> dict[str, float]:
+    """How many samples were damaged, and had no label where one is wanted; what is not 0."""
+    counts = {f"{name}/damaged": sum(each.bad.values()) for name, each in found.items()}
+    for name, each in found.items():
+        if name in labelled and each.labels is not None:
+            counts[f"{name}/unlabelled"] = int((each.labels < 0).sum())
+    return {name: float(count) for name, count in counts.items() if count}
+
+
 def _probe(train: Embedded, test: Embedded) -> dict[str, float]:
     sides: list[Any] = []
     for each in (train, test):
-        if each.images is None or each.labels is None:
+        labelled = each.labelled()
+        if labelled is None:
             raise DataError("a probe needs images with labels on both sides")
-        sides += [each.images.features, each.labels]
+        sides += labelled
     return {**knn(*sides), **linear_probe(*sides)}
 
 
@@ -233,10 +247,14 @@ def _plot_similarities(
     rest = rest[col_ids[other] != row_ids]
     if len(rest):
         plots.plot_similarities(
-            folder / f"similarities-{_plain(name)}.png", matching.cpu(), rest.cpu(), name
+            folder / f"similarities-{_plain(name)}.png", matching.cpu(), rest.cpu(), name[-LONGEST:]
         )
 
 
 def _plain(name: str) -> str:
-    """As part of a file's name."""
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+    """As part of a file's name: no file system takes one of more than 255 bytes."""
+    plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+    if len(plain.encode()) <= LONGEST:
+        return plain
+    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    return f"{plain.encode()[:LONGEST].decode(errors='ignore')}-{digest}"

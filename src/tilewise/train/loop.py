@@ -294,10 +294,13 @@ class Trainer:
     def _evaluate(self, step: int, *, last: bool) -> dict[str, float]:
         folder = self.folder if last and self.ranks.is_first else None
         ema = self.stepper.ema
-        with ema.in_place() if ema is not None else nullcontext(), self.stepper.autocast():
-            metrics = self.suite.run(self.model, folder, whole=last)
-        self.log.add(step, **metrics)
-        return metrics
+        try:
+            with ema.in_place() if ema is not None else nullcontext(), self.stepper.autocast():
+                return self.suite.run(self.model, folder, whole=last)
+        finally:  # an error takes nothing with it that was measured before
+            self.log.add(step, **self.suite.metrics)
+            if folder is not None:
+                self._draw(self.suite.metrics)
 
     def _save(self, step: int) -> None:
         place, pool = self.folder / "checkpoints", self.stepper.objective.pool
@@ -316,7 +319,7 @@ class Trainer:
             checkpoint.prune(place, self.config.run.keep_checkpoints)
         self.ranks.wait()
 
-    def _finish(self, metrics: dict[str, float]) -> None:
+    def _draw(self, metrics: dict[str, float]) -> None:
         rows = self.log.rows()
         losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
         losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
@@ -331,6 +334,8 @@ class Trainer:
         if recalls:
             path = self.folder / "recall.png"
             plots.plot_curves(path, recalls, title="recall", ylabel="share of queries")
+
+    def _finish(self, metrics: dict[str, float]) -> None:
         save_metrics(self.folder / RESULTS, metrics)
         if metrics:
             self.screen.say(metrics_table(metrics))
