@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import sys
+import typing
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -82,11 +83,18 @@ def _typed(value: Any, known: Any, where: str) -> Any:
         value = tuple(value)
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    mixed = known.name == "keep" and (value == "auto" or isinstance(value, (int, float)))
+    mixed = known.name == "keep" and type(value) in (int, float)  # True is an int, too
     if type(value) is not type(default) and not mixed:
-        raise OptionError(f"{where} must be of type {type(default).__name__}, got {value!r}")
+        wanted = (
+            "'auto' or a number" if known.name == "keep" else f"of type {type(default).__name__}"
+        )
+        raise OptionError(f"{where} must be {wanted}, got {value!r}")
     choices = _choices(known.type)
+    # tuple[int, ...]: of what type each is; a Literal's choices say more.
+    element = (*typing.get_args(known.type), None)[0]
     for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(value, tuple) and not choices and type(one) is not element:
+            raise OptionError(f"{where} must hold values of type {element.__name__}, got {one!r}")
         if choices and not mixed and one not in choices:
             near = difflib.get_close_matches(str(one), choices, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -96,8 +104,6 @@ def _typed(value: Any, known: Any, where: str) -> Any:
 
 def _choices(kind: Any) -> list[str]:
     """What a Literal allows, also inside a tuple."""
-    import typing  # noqa: PLC0415
-
     if typing.get_origin(kind) is typing.Literal:
         return list(typing.get_args(kind))
     return [name for part in typing.get_args(kind) for name in _choices(part)]
