@@ -427,6 +427,14 @@ def test_train_eval_and_export_as_commands(tmp_path, capsys):
     assert main(["export", run]) == 2
     assert main(["eval", str(tmp_path)]) == 2
     assert "no checkpoint" in capsys.readouterr().err
+    assert main(["eval", f"{run}s"]) == 2
+    told = capsys.readouterr().err
+    assert f"there is no run folder '{run}s'" in told
+    assert f"near it: {run}" in told
+    assert main(["eval", "no/where"]) == 2
+    assert "give a folder such as runs/NAME" in capsys.readouterr().err
+    assert main(["eval", "run.toml"]) == 2
+    assert "no recipe or TOML file" in capsys.readouterr().err
 
 
 def torchrun(*command):

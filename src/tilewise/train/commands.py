@@ -2,6 +2,7 @@
 and back.
 """
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,8 @@ def export_command(args: Sequence[str]) -> int:
 def _found(place: str) -> tuple[Path | None, Config]:
     """A checkpoint and its configuration; or a model that was exported; or a recipe."""
     path = Path(place)
+    if place and not path.exists() and not place.endswith(".toml"):
+        _check_recipe(place)
     if not place or not path.is_dir():
         return None, configfile.read(place or DEFAULT)
     base = configfile.read(DEFAULT)
@@ -123,6 +126,21 @@ def _found(place: str) -> tuple[Path | None, Config]:
         return None, replace(base, model=texts, eval=EvalConfig(retrieval=(), zero_shot=()))
     found = _checkpoint(place)
     return found, _config_of(found)
+
+
+def _check_recipe(place: str) -> None:
+    """Raise unless a name that is no file or folder is a recipe's: most people name a run."""
+    names = configfile.recipes()
+    if place in names:
+        return
+    parent = Path(place).parent
+    runs = [str(each) for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
+    near = ", ".join(difflib.get_close_matches(place, [*runs, *names], 3))
+    hint = f"near it: {near}" if near else "give a folder such as runs/NAME"
+    raise CheckpointError(
+        f"there is no run folder {place!r}, nor a checkpoint, an exported model or a recipe of "
+        f"that name; {hint}"
+    )
 
 
 def _first(args: Sequence[str], default: str) -> tuple[str, list[str]]:
