@@ -9,20 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional
 
 from tilewise.data.emoji import Emoji
 from tilewise.data.loader import load
-from tilewise.data.views import View
+from tilewise.data.views import CHANCES, View
 from tilewise.errors import CheckpointError, DataError, OptionError
+from tilewise.evaluate.embed import Embedder
 from tilewise.models.base import evaluating
 from tilewise.models.image_text import ImageText
+from tilewise.models.libraries import need
 from tilewise.models.patches import Patches, multiply_patches
 from tilewise.models.text_pairs import TextPairs
 from tilewise.models.two_views import TwoViews
 from tilewise.models.weights import read_weights
+from tilewise.train.build import train_view
 from tilewise.train.checkpoint import write_tensors
+from tilewise.train.config import DataConfig
 
 TINY = str(Path(__file__).parent / "tiny.json")
 VIT = {
@@ -109,6 +114,40 @@ def test_open_clip_loads_what_is_exported(tmp_path, kind):
         torch.testing.assert_close(again.images(inputs["image"]), ours)
         found = functional.normalize(theirs.encode_text(tokens), dim=1)
         torch.testing.assert_close(model.texts(["smile", "a cat"]), found)
+
+
+@pytest.mark.parametrize("mode", ["squash", "longest", "shortest"])
+@pytest.mark.parametrize("kernel", ["bilinear", "bicubic"])
+def test_images_are_seen_as_open_clip_sees_them(tmp_path, mode, kernel):
+    """By evaluation, by training without crops, and by whoever loads what is exported."""
+    open_clip = need("open_clip")
+    told = {"resize_mode": mode, "interpolation": kernel, "fill_color": 7}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"model_cfg": VIT, "preprocess_cfg": told}))
+    torch.manual_seed(0)
+    model = ImageText(str(path))
+    model.export(tmp_path / "out")
+    theirs, _, transform = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}")
+    # The middle of what is not square: ours is cut to parts of a pixel, theirs after resizing.
+    size = (40, 40) if mode == "shortest" else (90, 41)
+    noise = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8)
+    image = Image.fromarray(noise)
+    with evaluating(model), evaluating(theirs):
+        found = Embedder(model, 2).embed([{"image": image, "text": ("noise",), "id": 0}])
+        wanted = theirs.encode_image(transform(image)[None], normalize=True)
+        torch.testing.assert_close(found.images.features, wanted, rtol=0, atol=1e-5)
+    whole = DataConfig(crop_scale=1.0)
+    for view in (model.view(), train_view(whole, model), ImageText(str(tmp_path / "out")).view()):
+        pixels = torch.from_numpy(view(image, np.zeros(CHANCES)).copy())[None]
+        wanted = transform(image)[None]
+        torch.testing.assert_close(model.normalised(pixels), wanted, rtol=0, atol=1e-5)
+
+
+def test_how_images_are_resized_is_told():
+    with pytest.raises(OptionError, match="resize of images must be one of shortest, squash"):
+        View(8, resize="crop")
+    with pytest.raises(OptionError, match="interpolation of images must be one of bicubic"):
+        View(8, interpolation="nearest")
 
 
 @pytest.mark.parametrize("config", [json.loads(Path(TINY).read_text()), VIT], ids=["timm", "vit"])

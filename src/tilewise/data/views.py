@@ -9,16 +9,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tilewise.errors import OptionError
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 CHANCES = 12  # numbers that a view takes
 LARGEST_RATIO = 4 / 3  # of a crop's sides
+RESIZES = ("shortest", "squash", "longest")
+INTERPOLATIONS = ("bicubic", "bilinear", "random")  # the last is open_clip's: bicubic, but in timm
 
 
 @dataclass(frozen=True)
 class View:
-    """How an image becomes (3, size, size) bytes; the defaults change nothing but its size."""
+    """How an image becomes (3, size, size) bytes; the defaults change nothing but its size.
+
+    resize says how one that is not square does, unless a random part of it is taken: "shortest"
+    takes the square in its middle, "squash" all of it with another ratio of sides, "longest" all of
+    it with bars of brightness `fill`. As open_clip's names say it, and `interpolation` too.
+    """
 
     size: int
     crop_scale: float = 1.0
@@ -26,24 +35,50 @@ class View:
     jitter: float = 0.0
     grayscale: float = 0.0
     blur: float = 0.0
+    resize: str = "shortest"
+    interpolation: str = "bicubic"
+    fill: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("resize", RESIZES), ("interpolation", INTERPOLATIONS)):
+            if (got := getattr(self, name)) not in known:
+                raise OptionError(
+                    f"{name} of images must be one of {', '.join(known)}, got {got!r}"
+                )
 
     def __call__(self, image: "Image", chances: NDArray[np.float64]) -> NDArray[np.uint8]:
         """chances: (CHANCES,) in [0, 1)."""
-        from PIL.Image import Resampling, Transpose  # noqa: PLC0415
+        from PIL.Image import Transpose  # noqa: PLC0415
 
-        box = self._box(image.size, chances[:4])
-        image = image.resize((self.size, self.size), Resampling.BICUBIC, box=box)
+        image = self._resized(image, chances[:4])
         if self.flip and chances[4] < 0.5:
             image = image.transpose(Transpose.FLIP_LEFT_RIGHT)
         image = self._recoloured(image, chances[5:])
         planes: NDArray[np.uint8] = np.asarray(image, np.uint8).transpose(2, 0, 1)
         return planes
 
+    def _resized(self, image: "Image", chances: NDArray[np.float64]) -> "Image":
+        from PIL import Image as images  # noqa: N813, PLC0415
+
+        linear = self.interpolation == "bilinear"
+        kernel = images.Resampling.BILINEAR if linear else images.Resampling.BICUBIC
+        if self.resize != "longest" or self.crop_scale < 1:
+            box = self._box(image.size, chances)
+            return image.resize((self.size, self.size), kernel, box=box)
+        ratio = max(image.size) / self.size
+        width, height = (max(1, round(side / ratio)) for side in image.size)
+        canvas = images.new("RGB", (self.size, self.size), (self.fill,) * 3)
+        corner = (self.size - width) // 2, (self.size - height) // 2
+        canvas.paste(image.resize((width, height), kernel), corner)
+        return canvas
+
     def _box(
         self, size: tuple[int, int], chances: NDArray[np.float64]
     ) -> tuple[float, float, float, float]:
-        """The largest square in the middle, or a random part of the image."""
+        """The largest square in the middle, all of the image, or a random part of it."""
         width, height = size
+        if self.crop_scale >= 1 and self.resize == "squash":
+            return 0, 0, width, height
         if self.crop_scale >= 1:
             side = min(width, height)
             left, top = (width - side) / 2, (height - side) / 2

@@ -108,7 +108,7 @@ class Embedder:
         """All that the model can embed of each sample."""
         # Decided once: sharded weights want as many forwards on every rank.
         has_images = bool(self.model.image_size) and "image" in first_sound(source)
-        view = View(self.model.image_size) if has_images else None
+        view = self.model.view() if has_images else None
         spans = self._spans(len(source))
         own = [spans[k] for k in self._own(len(spans))]
         loaded = in_order(_Placed(source), own, partial(_looked_at, view), self.workers)

@@ -28,6 +28,10 @@ class PairModel(nn.Module):
         """Whether it has "images", "texts" or "patches"."""
         return getattr(type(self), what) is not getattr(PairModel, what)
 
+    def view(self) -> View:
+        """How it takes a whole image."""
+        return View(self.image_size or 1)
+
     def form(self, view: View) -> Form:
         """How samples become its inputs."""
         raise NotImplementedError

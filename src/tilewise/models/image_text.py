@@ -173,6 +173,12 @@ class ImageText(PairModel):
         found: Tensor = flat.transpose(1, 2).unflatten(2, tuple(places.shape[2:]))
         return found
 
+    def view(self) -> View:
+        """As open_clip's transform for evaluation has it."""
+        told = self.net.visual.preprocess_cfg
+        names = {"resize": "resize_mode", "interpolation": "interpolation", "fill": "fill_color"}
+        return View(self.image_size, **{ours: told[theirs] for ours, theirs in names.items()})
+
     def form(self, view: View) -> Form:
         return Form(_Prepare(view), self._collate, CHANCES + 1)
 
@@ -192,7 +198,8 @@ class ImageText(PairModel):
         return {
             "model_cfg": self._built_config(),
             "preprocess_cfg": {
-                key: preprocess[key] for key in ("mean", "std", "interpolation", "resize_mode")
+                key: preprocess[key]
+                for key in ("mean", "std", "interpolation", "resize_mode", "fill_color")
             },
         }
 

@@ -96,9 +96,9 @@ def _checkpointable(module: nn.Module) -> bool:
     )
 
 
-def train_view(data: DataConfig, size: int) -> View:
+def train_view(data: DataConfig, model: PairModel) -> View:
     """How training sees an image."""
-    return View(
-        size or 1, crop_scale=data.crop_scale, flip=data.flip, jitter=data.jitter,
+    return replace(
+        model.view(), crop_scale=data.crop_scale, flip=data.flip, jitter=data.jitter,
         grayscale=data.grayscale, blur=data.blur,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from tilewise.data.loader import Batches, load, moved
 from tilewise.data.order import Order
 from tilewise.data.samples import Source
 from tilewise.data.sources import open_source
-from tilewise.data.views import View
 from tilewise.errors import DataError, OptionError
 from tilewise.evaluate import plots
 from tilewise.evaluate.report import metrics_table, save_metrics
@@ -92,7 +91,7 @@ class Trainer:
     def _cached(self, source: Source) -> Source:
         """With the features of the locked tower, which the first rank computes if need be."""
         config, model, device = self.config, self.model, self.ranks.device
-        form = model.form(View(model.image_size))
+        form = model.form(model.view())
         facts = (config.model.model, config.step.precision, fingerprint(source, form))
         key = key_of(*facts, *model.frozen_state())
         path = Path(config.data.feature_cache) / f"{key}.npy"
@@ -120,7 +119,7 @@ class Trainer:
         data, ranks = self.config.data, self.ranks
         return Batches(
             source=self.source,
-            form=self.model.form(train_view(data, self.model.image_size)),
+            form=self.model.form(train_view(data, self.model)),
             order=Order(len(self.source), self.config.run.seed, data.shuffle_window),
             size=self.config.step.batch_size,
             rank=ranks.rank,
