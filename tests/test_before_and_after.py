@@ -20,7 +20,7 @@ from tilewise.errors import DataError, OptionError
 from tilewise.evaluate import suite
 from tilewise.models.image_text import ImageText
 from tilewise.models.text_pairs import TextPairs
-from tilewise.train import checkpoint, loop
+from tilewise.train import checkpoint, logs, loop
 from tilewise.train.logs import Log
 from tilewise.train.loop import RESULTS, Trainer
 from tilewise.train.setup import Ranks
@@ -45,6 +45,20 @@ def test_a_branch_from_a_named_checkpoint_is_what_stays(tmp_path, keep):
     step, _ = next(trainer._steps())
     trainer._save(step)
     assert steps_in(tmp_path) == [1, 2, 3][-keep:]
+
+
+def test_the_log_is_of_one_branch(tmp_path):
+    """Also of steps that the new one does not log, or does not come to."""
+    first = train(config(tmp_path, save_every=1, keep_checkpoints=5))
+    before = first.folder.joinpath("metrics.jsonl").read_text().splitlines()
+    second = first.folder / "checkpoints/step-00000002"
+    train(config(tmp_path, resume=str(second), steps=4, log_every=4))
+    after = first.folder.joinpath("metrics.jsonl").read_text().splitlines()
+    assert after[:2] == before[:2]
+    assert [json.loads(line)["step"] for line in after] == [1, 2, 4, 4]
+    assert {row["step"] for row in logs.Log(first.folder).rows()} == {1, 2, 4}
+    aside = first.folder.joinpath(".metrics.jsonl.left").read_text().splitlines()
+    assert aside == before[2:]
 
 
 def test_a_run_that_ended_while_it_was_evaluated_is_evaluated(tmp_path, capsys):
@@ -88,6 +102,33 @@ def test_an_evaluation_that_fails_leaves_what_there_is(tmp_path, monkeypatch):
     assert "synthetic:9/image_to_text_R@1" in last
     assert "synthetic:8/zeroshot_top1" not in last
     assert "synthetic:8/zeroshot_top1" in train(config(tmp_path, resume="latest", **how)).metrics
+
+
+def test_a_folder_is_of_one_run_from_its_beginning(tmp_path, monkeypatch):
+    """Also before the first line of the log, and of runs that begin in one second."""
+    made = config(tmp_path)
+    Trainer(made, ALONE)
+    with pytest.raises(OptionError, match="is there already; take another --name"):
+        Trainer(made, ALONE)
+    monkeypatch.setattr(logs, "default_name", lambda model: "a-20260101-120000")
+    names = [Trainer(config(tmp_path, name=""), ALONE).folder.name for _ in range(3)]
+    assert names == [f"a-20260101-120000{end}" for end in ("", "-2", "-3")]
+
+
+def folders(rank, made, taken):
+    """Of a name that each rank finds, and of one that is taken."""
+    logs.default_name = lambda model: f"rank-{rank}"
+    who = Ranks(rank, 2, torch.device("cpu"))
+    names = [Trainer(made, who).folder.name for _ in range(2)]
+    with pytest.raises(OptionError, match="is there already"):
+        Trainer(taken, who)
+    return names
+
+
+def test_ranks_share_the_folder_that_the_first_has_made(tmp_path):
+    Trainer(config(tmp_path), ALONE)
+    found = ranks.run(folders, 2, config(tmp_path, name=""), config(tmp_path))
+    assert found == [["rank-0", "rank-0-2"]] * 2
 
 
 def test_nothing_to_resume_is_said(tmp_path, capsys):

@@ -73,8 +73,20 @@ def test_the_newest_that_is_whole_is_taken(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-00000010"
     weights = tmp_path / "step-00000010" / checkpoint.MODEL
     weights.write_bytes(weights.read_bytes()[:-3])
-    assert checkpoint.latest(tmp_path).name == "step-00000002"
+    said = []
+    assert checkpoint.latest(tmp_path, said.append).name == "step-00000002"
+    why = "model.safetensors is not as it was written"
+    assert said == [f"step-00000010 is damaged ({why}), going on from step-00000002"]
     assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+def test_none_that_is_whole_is_told_from_none(tmp_path):
+    for step in (1, 2):
+        (write(tmp_path, step) / checkpoint.MANIFEST).write_text("{")
+    (tmp_path / "step-00000002" / checkpoint.MANIFEST).unlink()
+    said = r"step-00000002 is damaged \(it has no manifest.json\); step-00000001 is damaged"
+    with pytest.raises(CheckpointError, match=rf"{said}.*bring one back from a copy"):
+        checkpoint.latest(tmp_path)
 
 
 def test_a_draft_is_not_a_checkpoint(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import sys
 
 import pytest
@@ -102,6 +103,10 @@ def test_torchrun_takes_no_flag_for_one_of_its_own():
         ({"run": {"name": "a/b"}}, "name of a folder"),
         ({"run": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'"),
         ({"run": {"epochs": 0}}, "epochs must be above 0"),
+        ({"run": {"epochs": math.inf}}, "epochs must be above 0 and finite, got inf"),
+        ({"run": {"steps": -1}}, "steps must not be negative, got -1"),
+        ({"loss": {"temperature": math.inf}}, "temperature must be above 0 and finite"),
+        ({"optim": {"lr": math.inf}}, "lr must be above 0 and finite"),
         ({"run": {"resume": "latest"}}, "give --name"),
         ({"run": {"seed": 2**40}}, "seed must be below"),
         ({"run": {"dist": "fsdp"}, "optim": {"opt": "adafactor"}}, "AdaFactor"),

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ from safetensors.torch import load_file
 import ranks
 from tilewise.data.loader import load
 from tilewise.data.views import View
-from tilewise.errors import DataError, DeviceError, FiniteError, OptionError
+from tilewise.errors import CheckpointError, DataError, DeviceError, FiniteError, OptionError
 from tilewise.evaluate.embed import Embedder
 from tilewise.models.base import evaluating
-from tilewise.train import checkpoint
+from tilewise.train import checkpoint, objective
 from tilewise.train.build import model_of
 from tilewise.train.commands import eval_command, export_command
 from tilewise.train.config import Config
@@ -143,9 +144,12 @@ def stopped(made, after=3):
         {"opt": "lion", "ema": 0.5},
         {"opt": "lamb"},
         {"opt": "adafactor"},
+        # A token (1, 1, D), whose variance by rows is one number.
+        {"opt": "adafactor", "kind": "simclr", "model": "test_vit", "image_size": 32,
+         "loss": "nt_xent", "projector": [16, 8]},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_run_in_two_parts_is_the_run(tmp_path, more):
     whole = train(config(tmp_path, name="whole", **more))
     stopped(config(tmp_path, name="parts", **more))
@@ -159,6 +163,19 @@ def test_a_run_in_two_parts_is_the_run(tmp_path, more):
         assert same(weights(second, "ema"), weights(whole, "ema"))
 
 
+@pytest.mark.parametrize("opt", ["adamw", "lamb", "lion", "adafactor"])
+def test_a_run_goes_on_with_the_options_it_is_given(tmp_path, opt):
+    """Weight decay too where there was none, which does not tell matrices from vectors."""
+    stopped(config(tmp_path, opt=opt, wd=0.0))
+    now = config(tmp_path, opt=opt, wd=0.1, beta1=0.8, beta2=0.7, eps=1e-3, resume="latest")
+    groups = Trainer(now, ALONE).stepper.optimizer.param_groups
+    fresh = Trainer(replace(now, run=replace(now.run, resume="", name="b")), ALONE)
+    wanted = fresh.stepper.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    for name in ("weight_decay", "betas", "eps"):
+        assert [group.get(name) for group in groups] == [group.get(name) for group in wanted]
+
+
 def test_a_pool_is_saved_and_resumed(tmp_path):
     more = {"loss": "info_nce", "pool": 64, "pool_where": "device", "train_data": "synthetic:400"}
     whole = train(config(tmp_path, name="whole", **more))
@@ -168,6 +185,41 @@ def test_a_pool_is_saved_and_resumed(tmp_path):
     stopped(config(tmp_path, name="parts", **more))
     second = train(config(tmp_path, name="parts", resume="latest", **more))
     assert losses(second) == losses(whole)
+
+
+POOL = {"loss": "info_nce", "pool": 64, "train_data": "synthetic:400"}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_pool_in_a_file_goes_on_after_a_kill(tmp_path, monkeypatch, capsys, saved):
+    """A step beyond the checkpoint has changed the file; features may be too many to save."""
+    if not saved:
+        monkeypatch.setattr(objective, "SAVED_BYTES", 0)
+    whole = train(config(tmp_path, name="whole", pool_where=str(tmp_path / "a"), **POOL))
+    more = {"name": "parts", "pool_where": str(tmp_path / "b"), **POOL}
+    first = stopped(config(tmp_path, **more))
+    first.stepper.step(3, 5, next(first.batches.since(3)))
+    del first
+    second = train(config(tmp_path, resume="latest", **more))
+    assert (losses(second) == losses(whole)) == saved
+    assert ("begin with an empty pool" in capsys.readouterr().out) != saved
+
+
+def with_pools(rank, made):
+    trainer = Trainer(made, Ranks(rank, 2, torch.device("cpu")))
+    steps = trainer._steps()
+    next(steps)
+    trainer._save(1)
+    steps.close()
+
+
+def test_pools_of_other_ranks_are_not_lost_in_silence(tmp_path, capsys):
+    ranks.run(with_pools, 2, config(tmp_path, pool_where="device", **POOL))
+    made = config(tmp_path, pool_where="device", resume="latest", **POOL)
+    own = Trainer(made, ALONE).stepper.objective.pool
+    assert len(own) == 12
+    told = "has pools of 2 rank(s), and this run has 1: those of ranks [1] are left out"
+    assert told in capsys.readouterr().out
 
 
 def test_a_run_that_is_done_is_left_alone(tmp_path):
@@ -277,7 +329,7 @@ def test_a_checkpoint_without_the_models_config_is_loaded(tmp_path):
     assert train(config(tmp_path, steps=6, resume="latest")).steps == 6
 
 
-def test_damaged_checkpoints_neither_stay_nor_push_good_ones_out(tmp_path):
+def test_damaged_checkpoints_neither_stay_nor_push_good_ones_out(tmp_path, capsys):
     made = {"save_every": 1, "keep_checkpoints": 1}
     stopped(config(tmp_path, **made), after=2)
     place = tmp_path / "run" / "checkpoints"
@@ -286,9 +338,17 @@ def test_damaged_checkpoints_neither_stay_nor_push_good_ones_out(tmp_path):
     shutil.copytree(good, bad)
     (bad / "model.safetensors").write_bytes(b"cut off")
     outcome = train(config(tmp_path, resume="latest", **made))
+    assert "step-00000004 is damaged (model.safetensors is" in capsys.readouterr().out
     assert checkpoint.latest(place).name == "step-00000005"
     assert [path.name for path in checkpoint.steps_in(place)] == ["step-00000005"]
     assert len(losses(outcome)) == 5
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path):
+    stopped(config(tmp_path))
+    (tmp_path / "run/checkpoints/step-00000003/state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="with another --name"):
+        Trainer(config(tmp_path, resume="latest"), ALONE)
 
 
 def test_a_setting_of_an_evaluation_that_fails_late_loses_nothing(tmp_path):

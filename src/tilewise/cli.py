@@ -27,7 +27,9 @@ FREE_SHARE = 0.85  # of the processor; what matrix products get on an idle machi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 if all is well, 1 if what it checks is not so, 2 if an option is wrong."""
+    """Run the command; 0 if all is well, 1 if what it checks is not so, 2 if an option is wrong,
+    130 and 143 if it was stopped by SIGINT and SIGTERM.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv and argv[0] in APPLICATIONS:
@@ -39,10 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     except (TilewiseError, OSError) as error:
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        more = "; tilewise train --name NAME --resume latest goes on from its last checkpoint"
-        print(f"tilewise: interrupted{more if argv[:1] == ['train'] else ''}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        more = "; --name NAME --resume latest goes on from its last checkpoint, if it has saved one"
+        told = f"interrupted at once{more if argv[:1] == ['train'] else ''}"
+        print(f"tilewise: {str(error) or told}", file=sys.stderr)
+        return getattr(error, "code", 130)
 
 
 def _application(name: str, args: list[str]) -> int:

@@ -4,6 +4,7 @@ They are on the device, in pinned host memory or in a memory-mapped file, and pa
 further columns: the data that a loss sees is no longer bounded by the data that it trains on.
 """
 
+import gc
 import importlib
 import json
 import secrets
@@ -272,18 +273,26 @@ def _checked_path(where: Any) -> Path:
 def _locked(path: Path) -> IO[bytes]:
     """The file, open and locked for as long as it stays open."""
     file = path.open("ab")
+    if not _is_locked(file):
+        gc.collect()  # a pool that nobody has any more may not have been taken away yet
+        if not _is_locked(file):
+            raise DeviceError(
+                f"the file {path} is another pool's, here or in another process; name one file "
+                "for each pool and rank, or delete that pool first"
+            )
+    return file
+
+
+def _is_locked(file: IO[bytes]) -> bool:
+    """Whether it is this one's now; on Windows nobody is kept out."""
     try:
-        # Not on Windows, where nobody is kept out.
         fcntl = importlib.import_module("fcntl")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ModuleNotFoundError:
-        pass
-    except OSError as error:
-        raise DeviceError(
-            f"the file {path} is another pool's, here or in another process; name one file for "
-            "each pool and rank, or delete that pool first"
-        ) from error
-    return file
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _memory(

@@ -2,6 +2,7 @@
 workers.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,11 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _keep_apart(worker: int) -> None:
+    """Ctrl-C and torchrun signal all processes of a group: the run decides when loading ends."""
+    os.setpgid(0, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """Batches from any step on: `for batch in batches.since(step)`, without an end."""
@@ -174,6 +180,7 @@ class Batches:
             collate_fn=_as_it_is,
             sampler=_Places(self, step),
             num_workers=self.workers,
+            worker_init_fn=_keep_apart,
             prefetch_factor=-(-per_step // self.workers) + 1 if self.workers else None,
         )
         chunks = iter(loader)
@@ -237,8 +244,9 @@ def in_order(
     """
     places: Any = batches  # DataLoader is said to take lists only
     loader: DataLoader[Any] = DataLoader(
-        _Tolerant(source, prepare), batch_sampler=places, num_workers=workers, collate_fn=list
-    )
+        _Tolerant(source, prepare), batch_sampler=places, num_workers=workers, collate_fn=list,
+        worker_init_fn=_keep_apart,
+    )  # fmt: skip
     for found in loader:
         bad = Counter(each.kind for each in found if isinstance(each, DataError))
         yield [each for each in found if not isinstance(each, DataError)], bad

@@ -16,6 +16,7 @@ of them needs to be saved.
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, found: Snapshot)
     full_state.set_model_state_dict(model, weights, options=_FULL)
     for name, own in found.optimizer["state"].items():
         for key, x in own.items():
-            if key != "step" and isinstance(x, Tensor) and name in shapes:
+            # One number of a large weight's state is something else: a variance of AdaFactor's.
+            if key != "step" and isinstance(x, Tensor) and found.model[name].numel() == 1:
                 own[key] = _as_here(x, shapes[name])
     full_state.set_optimizer_state_dict(model, optimizer, found.optimizer, options=_SOME)
 
@@ -129,6 +131,11 @@ def load_pool(folder: Path, rank: int) -> dict[str, Any] | None:
         return None
     facts: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
     return {**read_weights(path), **facts}
+
+
+def num_pools(folder: Path) -> int:
+    """How many ranks have left a pool."""
+    return len(list(folder.glob("pool-*.safetensors")))
 
 
 def save(draft: Path, shot: Snapshot) -> Path:
@@ -235,16 +242,23 @@ def check(folder: Path) -> None:
             f"{folder} is no checkpoint, it has no {MANIFEST}; give a folder such as "
             "runs/NAME/checkpoints/step-00000100"
         )
+    why = _damage(folder)
+    if why:
+        raise CheckpointError(f"{folder} is damaged: {why}; resume from an older one")
+
+
+def _damage(folder: Path) -> str:
+    """What of it is not as it was written; empty if all is."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         wrong = [name for name, known in manifest.items() if not _is_whole(folder / name, known)]
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
+        return f"{MANIFEST} cannot be read, {error}"
     if wrong or STATE not in manifest or MODEL not in manifest:
-        raise CheckpointError(
-            f"{folder} is damaged: {', '.join(wrong) or 'its manifest'} is not as it was written; "
-            "resume from an older one"
-        )
+        return f"{', '.join(wrong) or MANIFEST} is not as it was written"
+    return ""
 
 
 def _is_whole(file: Path, known: dict[str, Any]) -> bool:
@@ -257,14 +271,24 @@ def steps_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*[0-9]"))
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest one that is whole."""
+def latest(folder: Path, say: Callable[[str], object] | None = None) -> Path | None:
+    """The newest one that is whole; None if there is none at all, damaged ones being an error.
+
+    `say` is told which are passed over, and why.
+    """
+    damaged: list[str] = []
     for found in reversed(steps_in(folder)):
-        try:
-            check(found)
-        except CheckpointError:
-            continue
-        return found
+        why = _damage(found)
+        if not why:
+            if damaged and say is not None:
+                say(f"{'; '.join(damaged)}, going on from {found.name}")
+            return found
+        damaged.append(f"{found.name} is damaged ({why})")
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole: {'; '.join(damaged)}; bring one back from a "
+            "copy, or begin again with another --name"
+        )
     return None
 
 

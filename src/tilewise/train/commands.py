@@ -40,8 +40,8 @@ def train_command(args: Sequence[str]) -> int:
         print(configfile.to_toml(config))
         return 0
     _need_all()
-    train(config)
-    return 0
+    stopped_by = train(config).signal
+    return 128 + stopped_by if stopped_by else 0
 
 
 def _need_all() -> None:
@@ -155,7 +155,7 @@ def _checkpoint(place: str) -> Path:
     path = Path(place)
     if (path / checkpoint.MANIFEST).is_file():
         return path
-    found = checkpoint.latest(path / "checkpoints")
+    found = checkpoint.latest(path / "checkpoints", print)
     if found is None:
         raise CheckpointError(
             f"{place} is no checkpoint and no run with one; give a folder such as runs/NAME"

@@ -4,6 +4,7 @@ Field names differ from table to table, so that each is a flag of its own on the
 Where a flag means what it means in open_clip it is spelled as there.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +18,8 @@ def _check(fine: bool, message: str) -> None:
 
 def _check_above(low: float, **values: float) -> None:
     for name, value in values.items():
-        _check(value > low, f"{name} must be above {low:g}, got {value!r}")
+        fine = value > low and math.isfinite(value)
+        _check(fine, f"{name} must be above {low:g} and finite, got {value!r}")
 
 
 def _check_share(**values: float) -> None:
@@ -307,10 +309,8 @@ class RunConfig:
     """Beside metrics.jsonl, which is always written."""
 
     def __post_init__(self) -> None:
-        _check(
-            self.steps >= 0 and self.epochs > 0,
-            f"epochs must be above 0, got {self.epochs} (steps {self.steps})",
-        )
+        _check_above(0, epochs=self.epochs)
+        _check(self.steps >= 0, f"steps must not be negative, got {self.steps}")
         _check(abs(self.seed) < 2**31, f"seed must be below 2**31, got {self.seed}")
         _check_above(0, keep_checkpoints=self.keep_checkpoints, log_every=self.log_every)
         _check_above(0, timeout_s=self.timeout_s)

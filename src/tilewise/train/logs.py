@@ -1,6 +1,7 @@
 """What a run leaves behind: a folder and a log."""
 
 import contextlib
+import itertools
 import json
 import platform
 import subprocess
@@ -59,18 +60,33 @@ def _commit() -> str:
 
 
 def make_folder(folder: Path, *, resume: bool) -> None:
-    """The run's; one that has a log is taken up again only if asked for."""
-    if (folder / METRICS).exists() and not resume:
+    """The run's; one that is there is taken up again only if asked for."""
+    if not _claim(folder) and not resume:
         raise OptionError(
             f"the run folder {folder} is there already; take another --name, or go on with "
             "--resume latest"
         )
+
+
+def make_new_folder(runs: Path, model: str) -> Path:
+    """Named for model and time; with a number behind where another run is."""
+    first = runs / default_name(model)
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], others) if _claim(folder))
+
+
+def _claim(folder: Path) -> bool:
+    """Whether it is new. Of runs that begin at once, one makes the log, and so has the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / METRICS).open("x").close()
+    except FileExistsError:
+        return False
     except OSError as error:
         raise OptionError(
             f"runs must be a folder that can be made, got {folder}: {error.strerror}"
         ) from error
+    return True
 
 
 def default_name(model: str) -> str:
@@ -92,10 +108,6 @@ class Log:
         about: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
-        if folder is not None and (folder / METRICS).exists():
-            with (folder / METRICS).open("r+") as file:
-                if not file.read().endswith("\n"):  # a run was killed while it wrote
-                    file.write("\n")
         self.writers: list[Any] = []
         if folder is not None and "tensorboard" in report_to:
             self.writers.append(_TensorBoard(folder))
@@ -131,6 +143,20 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(line)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Put aside what the log has of steps beyond one that a run goes on from: another branch."""
+    path = folder / METRICS
+    kept, left = list[str](), list[str]()
+    for row in _whole_lines(path):
+        (left if row["step"] > step else kept).append(json.dumps(row) + "\n")
+    if left:
+        with path.with_name(f".{METRICS}.left").open("a") as aside:
+            aside.writelines(left)
+    new = path.with_name(f".{METRICS}.new")
+    new.write_text("".join(kept))
+    new.replace(path)
 
 
 class _TensorBoard:

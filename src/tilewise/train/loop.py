@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,24 +25,20 @@ from tilewise.evaluate import plots
 from tilewise.evaluate.report import metrics_table, save_metrics
 from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel, evaluating
-from tilewise.models.image_text import check_unchanged
 from tilewise.train import checkpoint, logs
 from tilewise.train.build import make_model, model_of, train_view
 from tilewise.train.checkpoint import Snapshot
 from tilewise.train.config import Config
 from tilewise.train.configfile import to_toml
 from tilewise.train.objective import check_negatives
+from tilewise.train.resuming import find, resume
 from tilewise.train.screen import Screen
 from tilewise.train.setup import Ranks, start
 from tilewise.train.stepping import Stepper, autocast
+from tilewise.train.stopping import Stop, Stopped
 
 RESULTS = "metrics.json"  # there once a run is done and evaluated
 
-# What a run cannot go on with another of: weights, moments or the place in the data would not fit.
-DECIDING = (
-    "model.kind", "model.model", "model.image_size", "model.max_length", "loss.loss", "optim.opt",
-    "step.batch_size", "run.seed", "data.train_data", "data.shuffle_window",
-)  # fmt: skip
 FEW = 1000  # samples below which the share of damaged ones says nothing
 
 
@@ -52,12 +49,15 @@ class Outcome:
     folder: Path
     steps: int
     metrics: dict[str, float]
+    signal: int = 0
+    """That has stopped it; 0 if it is done."""
 
 
 def train(config: Config) -> Outcome:
     """Train as configured, evaluate, save; all ranks call it."""
     ranks = start(config.run.device, config.run.timeout_s)
-    outcome = Trainer(config, ranks).run()
+    with Stop() as stop:
+        outcome = Trainer(config, ranks, stop).run()
     ranks.stop()
     return outcome
 
@@ -65,25 +65,25 @@ def train(config: Config) -> Outcome:
 class Trainer:
     """One run on one rank."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        self.config, self.ranks = config, ranks
+    def __init__(self, config: Config, ranks: Ranks, stop: Stop | None = None) -> None:
+        self.config, self.ranks, self.stop = config, ranks, stop or Stop()
         self.screen = Screen(shown=ranks.is_first)
         # What can be wrong is found before anything is written.
         data = config.data
         loading = (data.workers, data.index_folder)
-        self.suite = Suite(config.eval, *loading, ranks, self.screen.part)
+        self.suite = Suite(config.eval, *loading, ranks, self._part)
         source = open_source(data.train_data, index_folder=data.index_folder or None)
         _check_batch(config, ranks)
-        shot = self._found()
+        shot = find(config, ranks, self.screen.say)
         self.model: PairModel = self._made(shot).to(ranks.device)
         self.suite.check(self.model)
         self.source = self._cached(source) if data.feature_cache else source
         self.batches = self._batches()
         self._check_sample()
-        self.stepper = Stepper(config, ranks, self.model)
+        self.stepper = Stepper(config, ranks, self.model, self.stop)
         epochs = config.run.epochs * len(self.source) / config.step.batch_size
         self.steps = config.run.steps or max(1, int(epochs))
-        self.first_step = 0
+        self.first_step = self.saved = 0
         self.folder = self._open_folder(shot)
         log_folder = self.folder if ranks.is_first else None
         self.log = logs.Log(log_folder, config.run.report_to, asdict(config))
@@ -147,14 +147,11 @@ class Trainer:
     def _open_folder(self, shot: Snapshot | None) -> Path:
         """The run's folder, alike on all ranks; and all that a checkpoint has to go on from."""
         run = self.config.run
-        name: str = self.ranks.tell(run.name or self._name())
-        folder = Path(run.runs) / name
+        folder: Path = self.ranks.ask_first(self._make_folder)
+        if run.resume:
+            self.first_step = self.saved = resume(self.stepper, folder, shot, self.screen.say)
         if self.ranks.is_first:
-            logs.make_folder(folder, resume=bool(run.resume))
-        if shot is not None:
-            self._resume(folder, shot)
-        if self.ranks.is_first:
-            named = replace(self.config, run=replace(run, name=name))
+            named = replace(self.config, run=replace(run, name=folder.name))
             (folder / "config.toml").write_text(to_toml(named))
             about = {
                 "versions": logs.versions(),
@@ -164,45 +161,23 @@ class Trainer:
             (folder / "versions.json").write_text(json.dumps(about, indent=1))
         return folder
 
-    def _name(self) -> str:
-        """A new one; or that of the run that a checkpoint is of."""
-        resume = self.config.run.resume
-        if not resume:
-            return logs.default_name(self.config.model.model)
-        checkpoint.check(Path(resume))
-        return Path(resume).resolve().parent.parent.name
-
-    def _found(self) -> Snapshot | None:
-        """The checkpoint to go on from, alike on all ranks, if it is of such a run."""
-        run = self.config.run
-        if not run.resume:
-            return None
-        folder, newest = Path(run.runs) / run.name, run.name and run.resume == "latest"
-        there = checkpoint.latest(folder / "checkpoints") if newest else Path(run.resume)
-        found: Path | None = self.ranks.tell(there)
-        if found is None:
-            self.screen.say(f"{folder} has no checkpoint: from the first step on")
-            return None
-        shot = checkpoint.load(found)
-        _check_same(self.config, shot.about.get("config", {}), found)
-        check_unchanged(self.config.model.model, shot.about.get("model", {}), found)
-        return shot
-
     def _made(self, shot: Snapshot | None) -> PairModel:
         """The model, as the run begins or goes on: features of a locked tower depend on it."""
         if shot is None:
             return make_model(self.config)
         return model_of(self.config, shot, average=False)
 
-    def _resume(self, folder: Path, shot: Snapshot) -> None:
-        checkpoint.restore(self.model, self.stepper.optimizer, shot)
-        if self.stepper.ema is not None:
-            checkpoint.restore_average(self.stepper.ema.average, shot.ema)
-        self.stepper.load_state(shot.about.get("stepper", {}))
-        self.stepper.objective.pool_state = checkpoint.load_pool(shot.folder, self.ranks.rank)
-        self.first_step = shot.step
-        if self.ranks.is_first:
-            checkpoint.forget_after(folder / "checkpoints", shot.step)
+    def _make_folder(self) -> Path:
+        """Of its name, of the run that a checkpoint is of, or a new one."""
+        run = self.config.run
+        name, runs = run.name, Path(run.runs)
+        if not name and not run.resume:
+            return logs.make_new_folder(runs, self.config.model.model)
+        if not name:
+            checkpoint.check(Path(run.resume))
+            name = Path(run.resume).resolve().parent.parent.name
+        logs.make_folder(runs / name, resume=bool(run.resume))
+        return runs / name
 
     def run(self) -> Outcome:
         """All steps that are left."""
@@ -213,17 +188,18 @@ class Trainer:
             self.screen.say(f"{at}; nothing is left to do")
             return Outcome(self.folder, self.first_step, {})
         self.model.train()
+        self.stop.begun = True
         try:
             with self.screen:
-                metrics = self._train() if left else self._evaluate(self.first_step, last=True)
+                step, metrics = self._train() if left else self._evaluate_again()
         finally:
             self.log.close()
-        if self.ranks.is_first:
+        if self.ranks.is_first and not self.stop.heard:
             self._finish(metrics)
-        return Outcome(self.folder, self.steps, metrics)
+        return Outcome(self.folder, step, metrics, self.stop.heard)
 
-    def _train(self) -> dict[str, float]:
-        """Metrics after the last step."""
+    def _train(self) -> tuple[int, dict[str, float]]:
+        """The last step, and metrics after it."""
         if self.ranks.is_first:
             (self.folder / RESULTS).unlink(missing_ok=True)  # of fewer steps, if the run goes on
         metrics: dict[str, float] = {}
@@ -232,8 +208,30 @@ class Trainer:
             self.screen.step(step, self.steps, numbers)
             if step % self.config.run.log_every == 0 or step == self.steps:
                 self.log.add(step, **numbers)
-            metrics = self._now_and_then(step) or metrics
-        return metrics
+            if not self.stop.heard:
+                metrics = self._now_and_then(step) or metrics
+            if self.stop.heard:
+                self._halt(step)
+                break
+        return step, metrics
+
+    def _evaluate_again(self) -> tuple[int, dict[str, float]]:
+        """A run that was stopped after its last step."""
+        metrics = self._evaluate(self.first_step, last=True)
+        if self.stop.heard:
+            self._halt(self.first_step)
+        return self.first_step, metrics
+
+    def _halt(self, step: int) -> None:
+        """Save where the run is, unless that is done, and say how it goes on."""
+        if step != self.saved:
+            self._save(step)
+        why = signal.Signals(self.stop.heard).name
+        place = self.folder / "checkpoints" / f"step-{step:08d}"
+        self.screen.say(
+            f"stopped by {why} after step {step} of {self.steps}, saved as {place}; "
+            f"go on with --name {self.folder.name} --resume latest"
+        )
 
     def _headline(self) -> str:
         parameters = list(self.model.parameters())
@@ -291,24 +289,34 @@ class Trainer:
         return {}
 
     def _evaluate(self, step: int, *, last: bool) -> dict[str, float]:
+        """Metrics; none if the run is stopped before all are there."""
         folder = self.folder if last and self.ranks.is_first else None
         ema = self.stepper.ema
         try:
             with ema.in_place() if ema is not None else nullcontext(), self.stepper.autocast():
                 return self.suite.run(self.model, folder, whole=last)
+        except Stopped:
+            return {}
         finally:  # an error takes nothing with it that was measured before
             self.log.add(step, **self.suite.metrics)
             if folder is not None:
                 self._draw(self.suite.metrics)
 
+    def _part(self, what: str, done: int, total: int) -> None:
+        """Of an evaluation, which may take long: all ranks are here equally often, and agree."""
+        self.screen.part(what, done, total)
+        self.stop.agree(self.ranks)
+        if self.stop.heard:
+            raise Stopped(self.stop.heard, f"while {what}")
+
     def _save(self, step: int) -> None:
-        place, pool = self.folder / "checkpoints", self.stepper.objective.pool
+        place, pool = self.folder / "checkpoints", self.stepper.objective.pool_state()
         shot = checkpoint.collect(self.model, self.stepper.optimizer)
         if self.stepper.ema is not None:
             shot.ema = checkpoint.ema_state(self.stepper.ema.average)
         draft = self.ranks.tell(checkpoint.begin(place, step) if self.ranks.is_first else None)
         if pool is not None:
-            checkpoint.write_pool(draft, self.ranks.rank, pool.state_dict())
+            checkpoint.write_pool(draft, self.ranks.rank, pool)
         self.ranks.wait()
         if self.ranks.is_first:
             shot.step, shot.samples = step, step * self.config.step.batch_size
@@ -317,6 +325,7 @@ class Trainer:
             checkpoint.save(draft, shot)
             checkpoint.prune(place, self.config.run.keep_checkpoints)
         self.ranks.wait()
+        self.saved = step
 
     def _draw(self, metrics: dict[str, float]) -> None:
         rows = self.log.rows()
@@ -361,22 +370,3 @@ def _check_batch(config: Config, ranks: Ranks) -> None:
             f"under FSDP2 all ranks must have as many micro-batches, got {least} and {most} pairs "
             f"in micro-batches of {micro}; make batch_size a multiple of {world}"
         )
-
-
-def _check_same(config: Config, known: dict[str, Any], found: Path) -> None:
-    """A checkpoint goes on as the run that it is of."""
-    for name in DECIDING:
-        section, key = name.split(".")
-        then, now = known.get(section, {}).get(key), getattr(getattr(config, section), key)
-        if then is not None and then != now:
-            raise OptionError(
-                f"{found} is of a run with {name} = {then!r}, got {now!r}; resume with the same, "
-                f"or begin a run of its own with {_weights_of(config, found)}"
-            )
-
-
-def _weights_of(config: Config, found: Path) -> str:
-    """How another run begins with those of a checkpoint."""
-    if config.model.kind == "text":
-        return f"--model FOLDER, after tilewise export {found} FOLDER"
-    return f"--pretrained {found / checkpoint.MODEL}"

@@ -12,6 +12,8 @@ from tilewise.errors import OptionError
 from tilewise.train.config import Config, LossConfig, StepConfig
 from tilewise.train.setup import Ranks
 
+SAVED_BYTES = 4 * 2**30  # features of a pool in a file that a checkpoint takes in, of each rank
+
 
 def check_negatives(config: Config, some: bool) -> None:
     """Raise where samples bring hard negatives that the loss has no place for."""
@@ -31,8 +33,6 @@ class Objective:
     step: StepConfig
     ranks: Ranks
     pool: Pool | None = None
-    pool_state: dict[str, Any] | None = None
-    """What the pool begins with, once its feature size is known."""
 
     def __call__(self, rows: Tensor, cols: Tensor, scale: Tensor, **more: Any) -> Tensor:
         """rows, cols: (n, D); `bias`, `negatives` and `ids` as the losses take them."""
@@ -58,8 +58,6 @@ class Objective:
             return options
         if self.pool is None:
             self.pool = self._make_pool(cols.shape[1])
-            if self.pool_state is not None:
-                self.pool.load_state_dict(self.pool_state)
         return {**options, **self.pool.negatives()}
 
     def _make_pool(self, dim: int) -> Pool:
@@ -74,6 +72,27 @@ class Objective:
             where=where,
             dtype=dtypes[self.step.precision],
         )
+
+    def pool_state(self) -> dict[str, Any] | None:
+        """Of the pool, if there is one: also what is in a file, since that goes on to change."""
+        if self.pool is None:
+            return None
+        state = self.pool.state_dict()
+        if "features" not in state and self.pool.features.nbytes <= SAVED_BYTES:
+            state["features"] = self.pool.features
+        return state
+
+    def load_pool(self, state: dict[str, Any]) -> bool:
+        """Go on with a pool; or, if features are missing, with an empty one: whether all is there.
+
+        They are where they were left in a file that has changed since and is too large to save.
+        """
+        self.pool = self._make_pool(state["dim"])
+        try:
+            self.pool.load_state_dict(state)
+        except OptionError:
+            return False
+        return True
 
     def after(self, features: Any, ids: Tensor | None) -> None:
         """Take the documents of a step into the pool."""

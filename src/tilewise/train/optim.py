@@ -44,6 +44,15 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     return found
 
 
+def set_options(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> None:
+    """As configured now, not as when the run began that its state was loaded from."""
+    made = groups_of(model, config.wd)  # in the order that the optimizer has them
+    for group, new in zip(optimizer.param_groups, made, strict=True):
+        group["weight_decay"] = new["weight_decay"]
+        # Loading leaves the defaults alone: what the optimizer was made with.
+        group.update((name, optimizer.defaults[name]) for name in ("betas", "eps") if name in group)
+
+
 def peak_lr(config: OptimConfig, batch_size: int) -> float:
     """The largest learning rate of a run with this batch."""
     growth = batch_size / (config.lr_batch or batch_size)

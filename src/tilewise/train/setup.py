@@ -4,6 +4,7 @@ import datetime
 import inspect
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewise.errors import DeviceError, OptionError, RingError
+from tilewise.errors import DeviceError, OptionError, RingError, TilewiseError
 
 LARGE = 1_000_000  # parameters from which a layer is sharded by itself
 
@@ -36,18 +37,15 @@ class Ranks:
 
     def all_agree(self, fine: bool) -> bool:
         """Whether it is so on all ranks; all get the same answer."""
-        return bool(self._reduced(float(fine), dist.ReduceOp.MIN))
+        return self.sums(float(not fine)) == [0.0]
 
-    def mean(self, number: float) -> float:
-        """Over all ranks."""
-        return self._reduced(number, dist.ReduceOp.SUM) / self.world
-
-    def _reduced(self, number: float, how: Any) -> float:
+    def sums(self, *numbers: float) -> list[float]:
+        """Of each over all ranks."""
         if self.world == 1:
-            return number
-        found = torch.tensor(number, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, op=how)
-        return float(found)
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found)
+        return [float(number) for number in found.tolist()]
 
     def tell(self, thing: Any) -> Any:
         """What the first rank has, on all of them."""
@@ -56,6 +54,19 @@ class Ranks:
         box = [thing]
         dist.broadcast_object_list(box, device=self.device if self.device.type == "cuda" else None)
         return box[0]
+
+    def ask_first(self, question: Callable[[], Any]) -> Any:
+        """What the first rank answers, on all of them; what it refuses is raised on all."""
+        answer: Any = None
+        if self.is_first:
+            try:
+                answer = question()
+            except TilewiseError as error:
+                answer = error
+        answer = self.tell(answer)
+        if isinstance(answer, TilewiseError):
+            raise answer
+        return answer
 
     def gather(self, thing: Any) -> list[Any]:
         """What each rank has, on all of them, in host memory."""

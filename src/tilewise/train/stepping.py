@@ -13,8 +13,17 @@ from tilewise.errors import FiniteError, StepError
 from tilewise.models.base import PairModel
 from tilewise.train.config import Config
 from tilewise.train.objective import Objective
-from tilewise.train.optim import Ema, clip_gradients, lr_at, make_optimizer, peak_lr, set_lr
+from tilewise.train.optim import (
+    Ema,
+    clip_gradients,
+    lr_at,
+    make_optimizer,
+    peak_lr,
+    set_lr,
+    set_options,
+)
 from tilewise.train.setup import Ranks, spread, whole
+from tilewise.train.stopping import Stop
 
 DTYPES = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
@@ -28,8 +37,8 @@ def autocast(config: Config, device: torch.device) -> Any:
 class Stepper:
     """A model and all that changes it; a step is a function of the weights and of its number."""
 
-    def __init__(self, config: Config, ranks: Ranks, model: PairModel) -> None:
-        self.config, self.ranks, self.model = config, ranks, model
+    def __init__(self, config: Config, ranks: Ranks, model: PairModel, stop: Stop) -> None:
+        self.config, self.ranks, self.model, self.stop = config, ranks, model, stop
         wrapped = spread(model, ranks, config.run.dist)
         if config.model.torchcompile:
             wrapped.compile()
@@ -83,7 +92,7 @@ class Stepper:
         self.objective.after(result.features, ids)
         spent = result.metrics
         return {
-            "loss": self.ranks.mean(float(result.loss)),
+            "loss": self._mean(float(result.loss)),
             "grad_norm": norm,
             "encoders_s": spent.embed_s + spent.replay_s,
             "loss_s": spent.loss_s,
@@ -123,12 +132,7 @@ class Stepper:
         self.skipped = state.get("skipped", 0)
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
-        # What a configuration says of these counts, not what it said when the run began.
-        optim = self.config.optim
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = optim.wd if group["weight_decay"] else 0.0
-            if "betas" in group:
-                group["betas"] = (optim.beta1, optim.beta2)
+        set_options(self.optimizer, self.model, self.config.optim)
 
     def _clip(self) -> float:
         if self.scaler is not None:
@@ -150,4 +154,9 @@ class Stepper:
         self.skipped += 1
         if self.skipped > self.config.optim.max_skipped:
             raise FiniteError(f"{self.skipped} steps in a row were skipped, up to {step}: {why}")
-        return {"loss": self.ranks.mean(loss), "skipped": float(self.skipped)}
+        return {"loss": self._mean(loss), "skipped": float(self.skipped)}
+
+    def _mean(self, loss: float) -> float:
+        """Over ranks, which learn by the way whether one is to stop: every step asks once."""
+        (total,) = self.stop.agree(self.ranks, loss)
+        return total / self.ranks.world

@@ -1,0 +1,60 @@
+"""How a run is told to stop: by a signal, which it follows where nothing is lost."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from tilewise.train.setup import Ranks
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended what was being done; `code` is for the process to end with."""
+
+    def __init__(self, number: int, when: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} {when}")
+        self.code = 128 + number
+
+
+class Stop:
+    """Listens for signals inside of a `with`, in the main thread; elsewhere it hears none.
+
+    Before a run `begins` they end it at once; then they are noted, and the ranks `agree` on them
+    after each step. A second one acts as if nobody listened.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.own = 0  # the signal that this rank has had
+        self.heard = 0  # one that some rank has had, once all know of it
+        self.former: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self.former[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self.former:
+            number, handler = self.former.popitem()
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._restore()
+        if not self.begun:
+            raise Stopped(number, "before its first step: nothing was trained or saved")
+        self.own = number
+
+    def agree(self, ranks: Ranks, *numbers: float) -> list[float]:
+        """Sums of the numbers over ranks; the same message tells all what each has heard."""
+        sums = ranks.sums(*numbers, *(float(self.own == number) for number in SIGNALS))
+        told = zip(SIGNALS, sums[len(numbers) :], strict=True)
+        self.heard = next((int(number) for number, votes in told if votes), 0)
+        return sums[: len(numbers)]
