@@ -145,7 +145,8 @@ def _as_it_is(batch: Any) -> Any:
 
 def _keep_apart(worker: int) -> None:
     """Ctrl-C and torchrun signal all processes of a group: the run decides when loading ends."""
-    os.setpgid(0, 0)
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
