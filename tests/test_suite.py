@@ -136,6 +136,18 @@ def test_samples_without_a_label_are_left_out_and_told(folder, tmp_path):
             ask(Colours())
 
 
+def test_images_without_a_text_are_left_out_of_retrieval_and_told(folder, tmp_path):
+    rows = [{"image": f"images/{name}/0.jpg", "text": name, "id": k}
+            for k, name in enumerate(("red", "green", "blue"))]  # fmt: skip
+    rows.insert(1, {"image": "images/red/1.jpg", "id": 7})
+    table = tmp_path / "some.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    found = Suite(EvalConfig(retrieval=(str(table),))).run(Colours())
+    assert found[f"{table}/without_text"] == 1.0
+    assert found[f"{table}/image_to_text_R@1"] == found[f"{table}/text_to_image_R@1"] == 1.0
+    assert found[f"{table}/image_to_text_queries"] == 3.0
+
+
 def test_pictures_of_data_with_long_names(folder, tmp_path):
     (tmp_path / "out").mkdir()
     for folders in (["é" * 90, "b" * 90], ["é" * 90, "c" * 90]):

@@ -23,6 +23,7 @@ from tilewise.evaluate.classify import (
 from tilewise.evaluate.embed import (
     Embedded,
     Embedder,
+    Side,
     Tell,
     check_labels,
     class_names,
@@ -144,11 +145,14 @@ class Suite:
                 "retrieval needs images with texts, or queries with documents; "
                 f"{name!r} has not both"
             )
-        images, texts = found.images, found.texts
+        texts = found.texts
+        images = _with_texts(found.images, texts)
+        lost = len(found.images.ids) - len(images.ids)
         _plot_similarities(folder, name, (images.features, texts.features), (images.ids, texts.ids))
         if folder is not None:
             self._plot_grid(found, name, folder)
-        return image_text_metrics(images.features, texts.features, images.ids, texts.ids)
+        metrics = image_text_metrics(images.features, texts.features, images.ids, texts.ids)
+        return {**metrics, **({"without_text": float(lost)} if lost else {})}
 
     def _plot_grid(self, found: Embedded, name: str, folder: Path) -> None:
         assert found.images is not None
@@ -207,6 +211,12 @@ def templates(config: EvalConfig) -> list[str]:
             )
         given = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return given
+
+
+def _with_texts(images: Side, texts: Side) -> Side:
+    """Images of whose id there is a text; the others can neither be found nor find anything."""
+    there = torch.isin(images.ids, texts.ids)
+    return Side(images.features[there], images.ids[there])
 
 
 def _named(name: str, metrics: dict[str, float]) -> dict[str, float]:
