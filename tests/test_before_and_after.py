@@ -115,6 +115,14 @@ def test_a_folder_is_of_one_run_from_its_beginning(tmp_path, monkeypatch):
     assert names == [f"a-20260101-120000{end}" for end in ("", "-2", "-3")]
 
 
+def test_a_run_that_fails_before_it_leaves_anything_gives_its_folder_back(tmp_path, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "_steps", lambda self: iter([1 / 0]))
+        with pytest.raises(ZeroDivisionError):
+            Trainer(config(tmp_path), ALONE).run()
+    Trainer(config(tmp_path), ALONE).run()
+
+
 def folders(rank, made, taken):
     """Of a name that each rank finds, and of one that is taken."""
     logs.default_name = lambda model: f"rank-{rank}"

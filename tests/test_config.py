@@ -107,6 +107,8 @@ def test_torchrun_takes_no_flag_for_one_of_its_own():
         ({"run": {"steps": -1}}, "steps must not be negative, got -1"),
         ({"loss": {"temperature": math.inf}}, "temperature must be above 0 and finite"),
         ({"optim": {"lr": math.inf}}, "lr must be above 0 and finite"),
+        ({"loss": {"max_scale": 0}}, "max_scale must be above 0"),
+        ({"step": {"pool_where": "hsot"}}, r"a path, ./NAME for one here, got 'hsot'"),
         ({"run": {"resume": "latest"}}, "give --name"),
         ({"run": {"seed": 2**40}}, "seed must be below"),
         ({"run": {"dist": "fsdp"}, "optim": {"opt": "adafactor"}}, "AdaFactor"),
@@ -160,3 +162,9 @@ def test_an_unknown_flag_is_told_with_those_near_it(capsys):
         main(["train", "--batch-sizes", "3"])
     told = capsys.readouterr()
     assert "--batch-size" in told.err + told.out
+
+
+def test_what_may_be_infinite_or_a_path():
+    assert from_tables({"loss": {"max_scale": math.inf}}, "run.toml").loss.max_scale == math.inf
+    for where in ("./pool", "pool.bin", "/data/pool", "host"):
+        assert from_tables({"step": {"pool_where": where}}, "run.toml").step.pool_where == where

@@ -521,3 +521,16 @@ def test_a_library_that_is_missing_is_named_with_the_remedy():
         OptionError, match=r"no_such_library is needed.*pip install 'tilewise\[train\]'"
     ):
         need("no_such_library")
+
+
+def test_prefixes_by_flag_by_checkpoint_by_folder(text_folder, tmp_path):
+    """In this order; a run that does not tell had none but those of its flags."""
+    TextPairs(text_folder, query_prefix="find ", document_prefix="text ").export(tmp_path / "out")
+    folder = str(tmp_path / "out")
+    assert TextPairs(folder).prefixes == {"query": "find ", "positive": "text "}
+    assert TextPairs(folder).facts() == {"prefixes": {"query": "find ", "positive": "text "}}
+    assert TextPairs(folder, query_prefix="none").prefixes == {"query": "", "positive": "text "}
+    assert TextPairs(folder, told={}).prefixes == {"query": "", "positive": ""}
+    told = {"prefixes": {"query": "ask ", "positive": ""}}
+    found = TextPairs(folder, told=told, document_prefix="a ")
+    assert found.prefixes == {"query": "ask ", "positive": "a "}

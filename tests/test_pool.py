@@ -2,8 +2,12 @@
 
 import copy
 import gc
+import os
 import pickle
+import signal
+import time
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -184,6 +188,29 @@ def test_a_file_is_one_pools(tmp_path):
     assert torch.equal(copy.deepcopy(bank).features, bank.features)
 
 
+def test_a_lock_is_not_that_of_processes_forked_off(tmp_path):
+    """Such as load data: they may live on for seconds when a run was killed."""
+    first = pool(4, tmp_path)
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    try:
+        time.sleep(0.2)
+        del first
+        gc.collect()
+        pool(4, tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_where_there_are_no_locks(tmp_path, monkeypatch):
+    """Some file systems of clusters have none: nobody is kept out, and nobody is refused."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: exec("raise OSError(38, 'not implemented')"))
+    pool(4, tmp_path)
+
+
 def test_interrupted_while_old_samples_are_dropped(tmp_path, monkeypatch):
     """Those that stay may have moved: the file is no longer that of the last state."""
     bank = pool(4, tmp_path, max_age=2)
@@ -234,6 +261,7 @@ def test_a_pool_that_is_empty_on_one_rank():
         (lambda: pool(4, max_age=0), "above 0"),
         (lambda: pool(4, max_age=1.5), "integer above 0, got 1.5"),
         (lambda: pool(1e3), "size must be an integer"),
+        (lambda: pool(np.int64(0)), "size must be an integer above 0"),
         (lambda: tw.Pool(4, 4.0), "dim must be an integer"),
         (lambda: tw.Pool(4, D, device="gpu"), "device must be one that is here, got 'gpu'"),
         (lambda: tw.Pool(4, D, where="Host"), "'host' or a path in a folder .*, got 'Host'"),

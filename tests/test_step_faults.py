@@ -1,6 +1,8 @@
 """What may go wrong with a cached step: in encoders, losses, inputs, and in the step before."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import ranks
 import tilewise as tw
+from tilewise.randomness import State
 
 D = 6
 KEEPS = [0, 0.001, "auto", float("inf")]
@@ -135,6 +138,35 @@ def test_buffers_that_forwards_change(kind):
         assert all(torch.equal(a, b) for a, b in zip(buffers, found[0][1], strict=True))
 
 
+def test_buffers_that_change_since_train_was_called():
+    found = []
+    for keep in (float("inf"), 0):
+        module = Spectral().eval()
+        step = tw.CachedStep(module, weighted, micro_batch=3, keep=keep)
+        step(data())
+        module.train().zero_grad()
+        step(data())
+        found.append(grads_of(module))
+    assert off(*found) <= 1e-12
+
+
+def test_buffers_are_copied_only_for_what_is_run_again():
+    """And those that were made in inference mode are no reason to fail."""
+    module = Counting()
+    with torch.inference_mode():
+        module.register_buffer("fixed", torch.ones(3))
+    kept = []
+
+    def loss(z):
+        kept.append(sum(isinstance(x, State) and len(x.values) for x in gc.get_objects()))
+        return weighted(z)
+
+    for keep, copies in ((float("inf"), 0), (0, 8)):
+        gc.collect()
+        tw.CachedStep(module, loss, micro_batch=3, keep=keep)(data())
+        assert kept[-1] == copies
+
+
 def test_buffers_of_what_is_not_run_again():
     module = Counting()
     step = tw.CachedStep([module, module], lambda a, _: weighted(a), micro_batch=3, keep=0)
@@ -162,6 +194,14 @@ def test_outputs_without_a_row_for_each_sample(name):
     net = tower()
     with pytest.raises(tw.StepError, match="a row for each sample"):
         tw.CachedStep(lambda x: OUTPUTS[name](net(x)), weighted, micro_batch=4)(data())
+
+
+def test_lists_of_samples_may_have_any_number_of_rows():
+    net, other = tower(), tower()
+    samples = [data(1 + k % 3, seed=k) for k in range(7)]
+    tw.CachedStep(lambda parts: net(torch.cat(parts)), weighted, micro_batch=2)(samples)
+    weighted(other(torch.cat(samples))).backward()
+    assert off(grads_of(net), grads_of(other)) <= 1e-12
 
 
 def test_several_rows_for_each_sample():
@@ -263,7 +303,51 @@ def test_stop_iteration_is_an_error_like_others():
         tw.CachedStep(Failing(2, StopIteration), weighted, micro_batch=4)(data())
 
 
-def test_a_splitter_is_not_asked_for_tensors():
+def test_a_step_holds_nothing_when_it_is_done():
+    """Without the help of the garbage collector: inputs and features may be gigabytes."""
+    net = tower()
+    for keep in KEEPS:
+        x = data()
+        alive = weakref.ref(x)
+        step = tw.CachedStep(net, weighted, micro_batch=3, keep=keep)
+        gc.disable()
+        try:
+            step(x)
+            del x
+            assert alive() is None
+        finally:
+            gc.enable()
+
+
+def test_tensors_in_a_module_change_from_step_to_step():
+    """None is held, and none keeps a gradient when the step fails."""
+    module = Failing(0)
+    step = tw.CachedStep(module, weighted, micro_batch=3, keep=0)
+    for turn in range(3):
+        module.hidden = [torch.ones(D, dtype=torch.float64, requires_grad=True)]
+        module.at = module.calls + 6 if turn == 2 else 0
+        if turn == 2:
+            with pytest.raises(tw.StepError, match="boom"):
+                step(data())
+            assert module.hidden[0].grad is None
+        else:
+            step(data())
+            assert module.hidden[0].grad is not None
+
+
+def test_a_splitter_cuts_tensors_too():
+    net, other = tower(), tower()
+    x = data(8 * 12).view(8, 12, D)  # time first
+    step = tw.CachedStep(
+        lambda x: net(x.mean(0)), weighted, micro_batch=5, split=lambda x, n: x.split(n, 1)
+    )
+    loss = weighted(other(x.mean(0)))
+    loss.backward()
+    assert step(x).loss == pytest.approx(float(loss.detach()))
+    assert off(grads_of(net), grads_of(other)) <= 1e-12
+
+
+def test_a_splitter_is_not_asked_for_what_can_be_cut_beside():
     class Bag:
         def __init__(self, x):
             self.x = x

@@ -14,7 +14,7 @@ from tilewise.errors import OptionError
 from tilewise.featurebuffers import Features, Probe
 from tilewise.gradsync import Averager, forward_of, modules_of, noticing, within
 from tilewise.microbatches import Piece
-from tilewise.randomness import Dice, Place, State, all_buffers, graph_leaves
+from tilewise.randomness import Dice, Place, State, all_buffers
 from tilewise.trees import Tree, call, length, map_tensors, tensors
 
 MIB = 2**20
@@ -38,8 +38,7 @@ class Towers:
         self.trains_all: set[int] = set()
         # Buffers that a forward changes, once it was seen to.
         self.changing: dict[int, list[Place]] = {}
-        # Of modules, once a graph was seen: tensors that they train and do not name as parameters.
-        self.more: dict[int, list[Tensor]] = {}
+        self.modes: list[tuple[int, bool]] = []
         self.to_train: list[bool] = []
 
     def __len__(self) -> int:
@@ -53,25 +52,16 @@ class Towers:
         before, self.to_train = self.to_train, [p.requires_grad for p in self.parameters]
         if self.to_train != before:
             self.trains_all.clear()
+        modes = [(id(part), part.training) for part in self.parts]
+        if modes != self.modes:
+            self.modes = modes
+            self.changing.clear()
         self.known: list[list[Averager] | None] = [within(encoder) for encoder in self.encoders]
 
     def state_of(self, slot: int) -> State:
         """What a forward of this encoder may change, as it is now; all there is, if unknown."""
         places = self.changing.get(slot)
         return State(all_buffers(self.parts) if places is None else places)
-
-    def leaves_of(self, slot: int, out: Tree, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What outputs will give a gradient to, where that cannot be known without a look.
-
-        Of modules they are remembered, but not `inputs` that are among them.
-        """
-        if slot in self.functions:
-            return graph_leaves(tensors(out))
-        if slot not in self.more and any(x.requires_grad for x in tensors(out)):
-            known = {id(p) for p in (*self.parameters, *inputs)}
-            found = graph_leaves(tensors(out))
-            self.more[slot] = [x for x in found if id(x) not in known]
-        return self.more.get(slot, [])
 
     @property
     def owners(self) -> list[list[Averager]]:
@@ -228,7 +218,10 @@ class Embedding:
         if slot not in self.towers.changing:
             state = state.that_changed()
             self.towers.changing[slot] = state.places
-        spans = features.add(self.towers.names[slot], out, graph, length(inputs))
+        # Of a list nobody knows: a document may have several parts.
+        counted = piece.counted and not isinstance(inputs, list)
+        samples = length(inputs) if counted else None
+        spans = features.add(self.towers.names[slot], out, graph, samples)
         if graph:
             self.budget.settle(slot)
         if first:
@@ -239,6 +232,9 @@ class Embedding:
         self.parts.append(part)
         if features.trained and keep and self.budget.take(slot):
             part.outputs = tensors(out)
+        # Of DDP the last part is run again whether it is kept or not.
+        if not features.trained or (part.outputs and not self.towers.owners[slot]):
+            part.state = State([])
         return out
 
 

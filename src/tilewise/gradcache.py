@@ -69,8 +69,8 @@ class CachedStep:
             pinned or not, memory maps, iterables) are copied there a micro-batch ahead.
         features: "device", or "host" to hold features and their gradients in host memory, for a
             loss that takes them there (`device=` of tilewise's losses).
-        split: (inputs, micro-batch) -> micro-batches, for inputs that are cut in another way than
-            by their first dimension, or not at all; of a tensor it is not asked.
+        split: (inputs, micro-batch) -> micro-batches, for inputs that are not cut by their first
+            dimension; where some inputs cannot be cut otherwise, only those are given to it.
         scaler: a GradScaler, for fp16; unscale and step it as usual.
         batch_norm: allow BatchNorm in train mode, whose statistics are then of micro-batches.
         return_features: hand back the features of all samples, detached, to put into a pool.
@@ -150,7 +150,7 @@ class _Run:
         self.embedding = Embedding(
             self.towers, self.features, Budget(step.keep, device, self.towers)
         )
-        self.undo = _Undo(self)
+        self.undo = _Undo()
         self.pushing: Pushing | None = None
         self.verdict: _Verdict | None = None  # of the loss, until it is read
         self.settling = False
@@ -161,12 +161,24 @@ class _Run:
     def all(self, options: dict[str, Any]) -> StepResult:
         # Weights cast without a graph before, in the same autocast: see `Towers.forward`.
         torch.clear_autocast_cache()
-        with self.undo:
+        # No context manager of a generator: it would let a StopIteration pass as it is.
+        try:
             self._embed()
             # Not before: the first forward need not wait for it.
             self.undo.watch(self.towers.parameters)
             loss, parameters = self._differentiate(options)
             counts = self._push(parameters)
+        except BaseException as error:
+            state = self.undo.take_back()
+            for owner in self.towers.every_owner:
+                owner.forget()
+            if not isinstance(error, Exception):
+                raise
+            place = self.place()
+            raise StepError(f"{place}: {type(error).__name__}: {error}; {state}") from error
+        finally:
+            for owner in self.towers.every_owner:
+                owner.set_average(True)
         samples = max(each.samples for each in self.features)
         return StepResult(loss, self.phases.metrics(samples=samples, **counts), self.found)
 
@@ -177,7 +189,9 @@ class _Run:
                 self.where = f"micro-batch {len(parts)}, {self.towers.names[piece.slot]}"
                 own = graph_leaves([x for x in tensors(inputs) if x.requires_grad])
                 out = self.embedding.add(piece, inputs)
-                self.undo.watch((*own, *self.towers.leaves_of(piece.slot, out, own)))
+                self.undo.watch(own)
+                if piece.slot in self.towers.functions:
+                    self.undo.watch(graph_leaves(tensors(out)))
                 del out, inputs
                 self.phases.advance()
         if not parts:
@@ -288,8 +302,7 @@ class _Verdict:
 class _Undo:
     """Gradients as they were, if a step fails."""
 
-    def __init__(self, run: _Run) -> None:
-        self.run = run
+    def __init__(self) -> None:
         self.had: dict[int, bool] = {}
         self.fresh: list[Tensor] = []
         self.touched = False
@@ -301,27 +314,13 @@ class _Undo:
                 self.had[id(p)] = p.grad is not None
                 self.fresh += [] if p.grad is not None else [p]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Take back what was added to gradients that were None; say what became of the others."""
-        owners = self.run.towers.every_owner
-        for owner in owners:
-            owner.set_average(True)
-        if error is None:
-            return
+    def take_back(self) -> str:
+        """Drop what was added to gradients that were None; says what became of the others."""
         for p in self.fresh:
             p.grad = None
-        for owner in owners:
-            owner.forget()
-        if not isinstance(error, Exception):
-            return
-        state = "gradients are as they were"
         if self.touched and any(self.had.values()):
-            state = "gradients were being accumulated and are invalid now: set them to None"
-        place = self.run.place()
-        raise StepError(f"{place}: {type(error).__name__}: {error}; {state}") from error
+            return "gradients were being accumulated and are invalid now: set them to None"
+        return "gradients are as they were"
 
 
 def _device_of(parameters: Sequence[Tensor], inputs: tuple[Any, ...]) -> torch.device:

@@ -21,6 +21,7 @@ class Piece(NamedTuple):
     slot: int  # which encoder
     make: Make  # its inputs
     last: bool  # whether this encoder has no more
+    counted: bool = True  # whether the first dimension of inputs is that of samples
 
 
 class Batch(Protocol):
@@ -40,6 +41,7 @@ class Cut(NamedTuple):
 
     pieces: list[Make]
     times: float  # the first piece that all are
+    counted: bool = True  # as a piece's
 
 
 class Split:
@@ -47,6 +49,7 @@ class Split:
 
     def __init__(self, cuts: Sequence[Cut]) -> None:
         self.cuts = [cut.pieces for cut in cuts]
+        self.counted = [cut.counted for cut in cuts]
         self.sizes = [cut.times for cut in cuts]
         self.count: int | None = sum(map(len, self.cuts))
 
@@ -56,7 +59,7 @@ class Split:
     def read(self) -> Iterator[Piece]:
         for slot, cut in enumerate(self.cuts):
             for i, make in enumerate(cut):
-                yield Piece(slot, make, i == len(cut) - 1)
+                yield Piece(slot, make, i == len(cut) - 1, self.counted[slot])
 
 
 class Stream:
@@ -167,8 +170,10 @@ def make_batch(
             f"a step takes one input for each of its {slots} encoders, or one iterable of "
             f"micro-batches for all; got {len(inputs)} inputs"
         )
+    odd = [not is_sliceable(x) for x in inputs]
     return Split([
-        _cut(f"input {slot}", x, micro_batch[slot], split) for slot, x in enumerate(inputs)
+        _cut(f"input {slot}", x, micro_batch[slot], split if odd[slot] or not any(odd) else None)
+        for slot, x in enumerate(inputs)
     ])  # fmt: skip
 
 
@@ -186,11 +191,11 @@ def _is_stream(source: Any) -> bool:
 
 
 def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> Cut:
-    if split is not None and not isinstance(inputs, Tensor):
+    if split is not None:
         pieces = list(split(inputs, step))
         if not pieces:
             raise ShapeError(f"split must give micro-batches, got none for {name}")
-        return Cut([partial(_same, piece) for piece in pieces], len(pieces))
+        return Cut([partial(_same, piece) for piece in pieces], len(pieces), counted=False)
     if not is_sliceable(inputs):
         raise OptionError(
             f"{name} must be a tensor, array, list, tuple or mapping of those, got "

@@ -7,7 +7,10 @@ further columns: the data that a loss sees is no longer bounded by the data that
 import gc
 import importlib
 import json
+import numbers
+import os
 import secrets
+import weakref
 from pathlib import Path
 from typing import IO, Any, Literal, TypedDict
 
@@ -62,7 +65,7 @@ class Pool:
     ) -> None:
         last = 1 if max_age is None else max_age
         for name, number in {"size": size, "dim": dim, "max_age": last}.items():
-            if not isinstance(number, int) or number < 1:
+            if not isinstance(number, numbers.Integral) or number < 1:
                 raise OptionError(f"{name} must be an integer above 0, got {number!r}")
         if dtype not in FLOAT_DTYPES:
             raise OptionError(f"dtype must be a floating one, got {dtype}")
@@ -284,15 +287,29 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _is_locked(file: IO[bytes]) -> bool:
-    """Whether it is this one's now; on Windows nobody is kept out."""
+    """Whether it is this one's now; where there are no locks nobody is kept out."""
     try:
         fcntl = importlib.import_module("fcntl")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ModuleNotFoundError:
-        return True
-    except OSError:
+    except BlockingIOError:
         return False
+    except (ModuleNotFoundError, OSError):  # Windows; some network file systems
+        return True
+    _LOCKED.add(file)
     return True
+
+
+_LOCKED = weakref.WeakSet[IO[bytes]]()
+
+
+def _unlock_in_child() -> None:
+    """A process that is forked off, to load data, must not hold the lock when this one is gone."""
+    for file in list(_LOCKED):
+        os.close(file.fileno())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def _memory(

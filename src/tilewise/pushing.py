@@ -65,6 +65,7 @@ class Pushing:
         self.last_of_slot = {part.slot: part for part in order}
         self.final = {o: part for part in order for o in self.owners[part.slot]}
         self.owed: list[Root] = []
+        self.watched: set[int] = set()  # slots of which a graph was looked at
         self.current: Part | None = None  # the one that is run again
         # What was found again and what it should be, by how far it may be off, and where it is.
         self.met = defaultdict[tuple[float, torch.device], list[tuple[Probe, Probe]]](list)
@@ -87,6 +88,7 @@ class Pushing:
         for part in self.kept:
             step.settle()
             outputs, part.outputs = part.outputs, []
+            self._watch(part, outputs, step)
             self._backward(part, self._roots(part, outputs))
             del outputs
             yield part
@@ -120,7 +122,7 @@ class Pushing:
             with replayed(part.dice, part.state):
                 out = self.towers.forward(part.slot, inputs, True, final)
             outputs = tensors(out)
-            step.watch(graph_leaves(outputs) if part.slot in self.towers.functions else ())
+            self._watch(part, outputs, step)
             roots = self._roots(part, outputs)
             self._compare(part, outputs)
             del out, outputs, inputs
@@ -129,6 +131,12 @@ class Pushing:
             self._backward(part, roots)
             self.current = None
             yield part
+
+    def _watch(self, part: Part, outputs: Sequence[Tensor], step: Around) -> None:
+        """What gets a gradient and is no parameter of a module: seen once, of functions always."""
+        if part.slot in self.towers.functions or part.slot not in self.watched:
+            step.watch(graph_leaves(outputs))
+            self.watched.add(part.slot)
 
     def _roots(self, part: Part, outputs: Sequence[Tensor]) -> list[Root]:
         """A part's outputs and their gradients."""

@@ -37,7 +37,8 @@ class Place(NamedTuple):
 def all_buffers(modules: Sequence[nn.Module]) -> list[Place]:
     """But for statistics of norms in train mode, which do not depend on what was counted before."""
     return [Place(module, name) for module in modules if not _counts(module)
-            for name, x in module._buffers.items() if x is not None]  # fmt: skip
+            for name, x in module._buffers.items()
+            if x is not None and not x.is_inference()]  # fmt: skip
 
 
 class State:

@@ -285,7 +285,7 @@ def check_unchanged(name: str, told: dict[str, Any], origin: Path) -> None:
     """Raise where a file or folder of a config, if it is still there, is not as a checkpoint tells:
     whoever changed it would not get what it says.
     """
-    if not told or not Path(name).exists():
+    if "model_cfg" not in told or not Path(name).exists():
         return
     config, preprocess = find_config(name)
     then = dict(_flat(told))

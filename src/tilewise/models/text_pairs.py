@@ -18,6 +18,7 @@ from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
 
 REMEDY = "pip install 'tilewise[text]'"
+NONE = "none"  # a prefix that is none, though the folder has one
 
 
 class TextPairs(PairModel):
@@ -29,11 +30,18 @@ class TextPairs(PairModel):
             then.
         max_length: tokens of a text; 0 for what the model says.
         query_prefix: put before queries, as some models want it; document_prefix before documents;
-            empty for the prompts that the folder tells of, if it does.
+            empty for the prompts that the folder tells of, if it does, "none" for none.
+        told: what `facts` was of a model whose weights will be loaded into this one.
     """
 
     def __init__(
-        self, folder: str, *, max_length: int = 0, query_prefix: str = "", document_prefix: str = ""
+        self,
+        folder: str,
+        *,
+        max_length: int = 0,
+        query_prefix: str = "",
+        document_prefix: str = "",
+        told: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if not Path(folder).is_dir():
@@ -45,9 +53,15 @@ class TextPairs(PairModel):
         self.net.float()  # weights in half precision cannot be trained by small steps
         self.tokenizer = self.net.tokenizer
         self.max_length = max_length or int(self.net.max_seq_length or 512)
+        given = {"query": query_prefix, "positive": document_prefix}
+        own = {
+            "query": self._prompt("query"),
+            "positive": self._prompt("document", "passage", "corpus"),
+        }
+        known = own if told is None else told.get("prefixes", {})
         self.prefixes = {
-            "query": query_prefix or self._prompt("query"),
-            "positive": document_prefix or self._prompt("document", "passage", "corpus"),
+            side: "" if prefix == NONE else prefix or known.get(side, "")
+            for side, prefix in given.items()
         }
         self.logit_scale = nn.Parameter(torch.zeros(()))
 
@@ -117,6 +131,9 @@ class TextPairs(PairModel):
             ids, mask = (part.unflatten(0, (-1, count)) for part in self.tokens(flat))
             inputs |= {"negatives_ids": ids, "negatives_mask": mask}
         return inputs
+
+    def facts(self) -> dict[str, Any]:
+        return {"prefixes": self.prefixes}
 
     def export(self, folder: Path) -> None:
         """A folder for `SentenceTransformer(folder)` and, as its parts, for transformers.

@@ -22,6 +22,8 @@ def model_of(config: Config, shot: Snapshot, *, average: bool) -> PairModel:
     # run began with nor that of the config need be there any more.
     then = shot.about.get("config", {}).get("model", {}).get("model")
     told = shot.about.get("model") if config.model.model == then else None
+    if told is None and config.model.kind == "text":
+        told = {}  # by which it has the prefixes of the configuration, as all had before
     model = make_model(replace(config, model=replace(config.model, pretrained="")), told)
     own = model.state_dict()
     weights = {
@@ -45,6 +47,7 @@ def make_model(config: Config, told: dict[str, Any] | None = None) -> PairModel:
             max_length=model.max_length,
             query_prefix=model.query_prefix,
             document_prefix=model.document_prefix,
+            told=told,
         )
     elif model.kind == "simclr":
         made = TwoViews(

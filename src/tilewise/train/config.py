@@ -6,6 +6,7 @@ Where a flag means what it means in open_clip it is spelled as there.
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from tilewise.errors import OptionError
@@ -49,9 +50,10 @@ class ModelConfig:
     torchcompile: bool = False
     """Compile the model."""
     query_prefix: str = ""
-    """text: put before queries, as some models want it; by default the folder's prompt, if any."""
+    """text: put before queries, as some models want it; by default the folder's prompt, if any, and
+    "none" for none."""
     document_prefix: str = ""
-    """text: put before documents; by default the folder's prompt, if any."""
+    """text: put before documents, likewise."""
     max_length: int = 0
     """Tokens of a text, the rest cut off; 0 for what the model takes."""
     image_size: int = 0
@@ -148,7 +150,8 @@ class LossConfig:
     """Share of the target that is spread over all pairs; not with siglip."""
 
     def __post_init__(self) -> None:
-        _check_above(0, temperature=self.temperature, max_scale=self.max_scale)
+        _check_above(0, temperature=self.temperature)
+        _check(self.max_scale > 0, f"max_scale must be above 0, got {self.max_scale}")
         _check(
             0 <= self.label_smoothing < 1,
             f"label_smoothing must be in [0, 1), got {self.label_smoothing}",
@@ -183,6 +186,11 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         _check_above(0, batch_size=self.batch_size, micro_batch=self.micro_batch)
+        where = self.pool_where
+        _check(
+            where in ("device", "host") or Path(where).name != where or bool(Path(where).suffix),
+            f"pool_where must be device, host or a path, ./NAME for one here, got {where!r}",
+        )
         _check(
             self.keep == "auto" or float(self.keep) >= 0,
             f"keep must be 'auto' or MiB, got {self.keep!r}",

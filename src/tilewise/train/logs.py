@@ -89,6 +89,13 @@ def _claim(folder: Path) -> bool:
     return True
 
 
+def give_back(folder: Path) -> None:
+    """Let another run have the folder of one that failed before it left anything."""
+    log = folder / METRICS
+    if log.exists() and not log.stat().st_size and not (folder / "checkpoints").exists():
+        log.unlink()
+
+
 def default_name(model: str) -> str:
     """Model and time."""
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(model).name)

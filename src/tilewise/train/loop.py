@@ -194,6 +194,8 @@ class Trainer:
                 step, metrics = self._train() if left else self._evaluate_again()
         finally:
             self.log.close()
+            if self.ranks.is_first:
+                logs.give_back(self.folder)
         if self.ranks.is_first and not self.stop.heard:
             self._finish(metrics)
         return Outcome(self.folder, step, metrics, self.stop.heard)
