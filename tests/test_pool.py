@@ -1,6 +1,7 @@
 """Pools of negatives: what they hold, and the loss over it."""
 
 import copy
+import errno
 import gc
 import os
 import pickle
@@ -207,7 +208,11 @@ def test_a_lock_is_not_that_of_processes_forked_off(tmp_path):
 
 def test_where_there_are_no_locks(tmp_path, monkeypatch):
     """Some file systems of clusters have none: nobody is kept out, and nobody is refused."""
-    monkeypatch.setattr("fcntl.flock", lambda *_: exec("raise OSError(38, 'not implemented')"))
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
     pool(4, tmp_path)
 
 

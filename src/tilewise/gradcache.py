@@ -19,7 +19,7 @@ from tilewise.errors import FiniteError, GradError, ShapeError, StepError
 from tilewise.featurebuffers import Features
 from tilewise.gradsync import Averager, noticing
 from tilewise.microbatches import Batch, Piece, Splitter, make_batch
-from tilewise.pairs import check_choice
+from tilewise.pairs import check_choice, checked_device
 from tilewise.phases import Phases, StepMetrics
 from tilewise.pushing import Around, Pushing, Root
 from tilewise.randomness import counted_once, graph_leaves
@@ -28,7 +28,6 @@ from tilewise.stepchecks import (
     check_in_loss,
     check_keep,
     check_loss,
-    checked_device,
     checked_sizes,
     refuse_batch_norm,
     refuse_clash,
@@ -101,7 +100,7 @@ class CachedStep:
         check_choice("features", features, ("device", "host"))
         self.keep, self.host, self.progress = keep, features == "host", progress
         self.batch_norm, self.return_features = batch_norm, return_features
-        self.device = checked_device(device)
+        self.device = None if device is None else checked_device(device)
 
     def __call__(self, *inputs: Any, **options: Any) -> StepResult:
         """Loss and gradients of a batch: one input for each encoder, or one iterable for all.

@@ -246,6 +246,14 @@ def is_readable(value: Tensor) -> bool:
     return value.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def checked_device(device: Device) -> torch.device:
+    """A device that is here, with its index: "cuda" is the current one."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
+
+
 def check_number(name: str, value: float) -> float:
     """A finite Python number, as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

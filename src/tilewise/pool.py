@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import DeviceError, OptionError, ShapeError
-from tilewise.pairs import FLOAT_DTYPES, Device, check_features, check_marks
+from tilewise.pairs import FLOAT_DTYPES, Device, check_features, check_marks, checked_device
 
 
 class Negatives(TypedDict, total=False):
@@ -70,7 +70,7 @@ class Pool:
         if dtype not in FLOAT_DTYPES:
             raise OptionError(f"dtype must be a floating one, got {dtype}")
         self.size, self.dim, self.max_age, self.overwrite = size, dim, max_age, overwrite
-        self.device = _checked_device(device)
+        self.device = checked_device(device)
         self.path = None if where in ("device", "host") else _checked_path(where)
         self._lock = None if self.path is None else _locked(self.path)
         self._features = _memory(size, dim, dtype, self.path or str(where), self.device)
@@ -248,13 +248,6 @@ def _beside(path: Path) -> Path:
 
 def _facts(features: Tensor) -> dict[str, Any]:
     return {"shape": list(features.shape), "dtype": str(features.dtype)}
-
-
-def _checked_device(device: Device) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
 
 
 def _checked_path(where: Any) -> Path:

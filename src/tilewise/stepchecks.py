@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tilewise.errors import DeviceError, GradError, OptionError, ShapeError
+from tilewise.errors import GradError, OptionError, ShapeError
 from tilewise.gradsync import Averager
 from tilewise.pairs import check_number
 from tilewise.randomness import training_norms
@@ -39,17 +38,6 @@ def check_keep(keep: float | str) -> None:
         return
     if isinstance(keep, str) or check_number("keep", keep) < 0:
         raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep!r}")
-
-
-def checked_device(device: torch.device | str | None) -> torch.device | None:
-    """A device with its index; None for that of the encoders."""
-    if device is None:
-        return None
-    try:
-        # With an index: "cuda" is the current one.
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
 
 
 def refuse_batch_norm(modules: Sequence[nn.Module]) -> None:

@@ -26,7 +26,7 @@ def find(config: Config, ranks: Ranks, say: Say) -> Snapshot | None:
     run = config.run
     if not run.resume:
         return None
-    folder, latest = Path(run.runs) / run.name, run.name and run.resume == "latest"
+    folder, latest = Path(run.runs) / run.name, run.resume == "latest"  # which needs a name
 
     def named() -> Path | None:
         return checkpoint.latest(folder / "checkpoints", say) if latest else Path(run.resume)
