@@ -19,6 +19,7 @@ from tilewise.backends.kernels import (
     SCALE,
     SCALE2,
     exp_scaled,
+    exponent,
     product,
     which,
     wide,
@@ -150,22 +151,23 @@ def mend(dz, rest, stride, index, at_positive, row0, col0, n, m, KIND: tl.conste
 
 
 @triton.jit
-def _side_dz(z, positive, negative, vectors, at, inside, KIND: tl.constexpr, SUMS: tl.constexpr):
+def _side_dz(s, scale, kinds, vectors, at, inside, KIND: tl.constexpr, SUMS: tl.constexpr):
     """One side's share of dz: gain * exp2(z - shift) at negatives, likewise at positives by label.
 
     `vectors` (6, size): gain and shift of negatives, of positives; what each positive, each
     negative has by its sum. Rows as (TN, 1), columns as (1, TM).
     """
+    positive, negative = kinds
     base, step = vectors
     gain = tl.load(base + at, inside, other=0.0)
     shift = tl.load(base + step + at, inside, other=0.0)
-    x = tl.where(negative, tl.exp2(tl.where(negative, z - shift, 0.0)) * gain, 0.0)
+    x = tl.where(negative, tl.exp2(tl.where(negative, exponent(s, scale, shift), 0.0)) * gain, 0.0)
     if SUMS:
         x += tl.where(negative, tl.load(base + 5 * step + at, inside, other=0.0), 0.0)
     if KIND == LABEL:
         gain = tl.load(base + 2 * step + at, inside, other=0.0)
         shift = tl.load(base + 3 * step + at, inside, other=0.0)
-        own = tl.exp2(tl.where(positive, z - shift, 0.0)) * gain
+        own = tl.exp2(tl.where(positive, exponent(s, scale, shift), 0.0)) * gain
         x += tl.where(positive, own + tl.load(base + 4 * step + at, inside, other=0.0), 0.0)
     return x
 
@@ -185,7 +187,7 @@ def dz_of_marked(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
-    scale2, low = tl.load(head + SCALE2), tl.load(head + LOW)
+    scale = (tl.load(head + SCALE2), tl.load(head + LOW))
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
@@ -197,12 +199,11 @@ def dz_of_marked(
         for h in tl.static_range(2):
             start = j * TM + h * (TM // 2)
             col = col0 + start + tl.arange(0, TM // 2)
-            positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
-            z = halves[h] * scale2 + halves[h] * low
-            x = _side_dz(z, positive, negative, (row_vectors, wide(N)), row[:, None],
+            kinds = which(row, col, N, M, marks, KIND, IDS, SELF, False)
+            x = _side_dz(halves[h], scale, kinds, (row_vectors, wide(N)), row[:, None],
                          row[:, None] < N, KIND, SUMS)  # fmt: skip
             if COLUMNS:
-                x += _side_dz(z, positive, negative, (col_vectors, wide(M)), col[None, :],
+                x += _side_dz(halves[h], scale, kinds, (col_vectors, wide(M)), col[None, :],
                               col[None, :] < M, KIND, SUMS)  # fmt: skip
             if SCALED:
                 pulled += tl.sum(x * halves[h], 1)

@@ -47,9 +47,18 @@ def wide(x):
 
 
 @triton.jit
+def exponent(s, scale, offset2):
+    """z - offset of products of features, in units of log 2; `scale` is in two parts, high and low.
+
+    The offset is taken away first: what is left is small, and so is what rounding takes of it.
+    """
+    return s * scale[1] + (s * scale[0] - offset2)
+
+
+@triton.jit
 def exp_scaled(s, head, offset2):
-    """exp2(z - offset) of products of features, z in units of log 2."""
-    return tl.exp2(s * tl.load(head + LOW) + (s * tl.load(head + SCALE2) - offset2))
+    """exp2(z - offset) of products of features."""
+    return tl.exp2(exponent(s, (tl.load(head + SCALE2), tl.load(head + LOW)), offset2))
 
 
 @triton.jit
@@ -188,12 +197,12 @@ def sums(
 
 
 @triton.jit
-def _online(m, total, x, wanted):
-    """A running maximum (n,) and sum of exp2 from it, with a tile (n, m) of exponents added."""
-    x = tl.where(wanted, x, -INF)
-    top = tl.maximum(m, tl.max(x, 1))
+def _online(m, total, s, scale, wanted):
+    """A running maximum (n,) of z and sum of exp2 from it, with products (n, m) added."""
+    top = tl.maximum(m, tl.max(tl.where(wanted, exponent(s, scale, 0.0), -INF), 1))
     base = tl.where(top == -INF, 0.0, top)
-    return top, total * tl.exp2(m - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
+    x = tl.where(wanted, exponent(s, scale, base[:, None]), -INF)
+    return top, total * tl.exp2(m - base) + tl.sum(tl.exp2(x), 1)
 
 
 @triton.jit
@@ -213,7 +222,7 @@ def marked_sums(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
-    scale2, low = tl.load(head + SCALE2), tl.load(head + LOW)
+    scale = (tl.load(head + SCALE2), tl.load(head + LOW))
     local = tl.program_id(0) * TN
     row = row0 + local + tl.arange(0, TN)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
@@ -230,14 +239,14 @@ def marked_sums(
     for j in tl.range(0, tl.cdiv(m, TM)):
         col = col0 + j * TM + tl.arange(0, TM)
         s = product(rows, cols, local, j * TM, D, TN, TM, TD)
-        z = s * scale2 + s * low
+        z = exponent(s, scale, 0.0)
         positive, negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)
-        top, total = _online(top, total, z, negative)
+        top, total = _online(top, total, s, scale, negative)
         if SUMS:
             negative_sum += tl.sum(tl.where(negative, z, 0.0), 1)
             negative_count += tl.sum(negative.to(tl.float32), 1)
         if KIND == LABEL:
-            positive_top, positive_total = _online(positive_top, positive_total, z, positive)
+            positive_top, positive_total = _online(positive_top, positive_total, s, scale, positive)
             positive_sum += tl.sum(tl.where(positive, z, 0.0), 1)
             positive_count += tl.sum(positive.to(tl.float32), 1)
     tl.store(out, top, inside)
@@ -264,7 +273,7 @@ def marked_means(
     """
     if tl.load(flag) == 0:
         return
-    scale2, low = tl.load(head + SCALE2), tl.load(head + LOW)
+    scale = (tl.load(head + SCALE2), tl.load(head + LOW))
     local, part = tl.program_id(0) * TN, tl.program_id(1) * TD
     row, feature = row0 + local + tl.arange(0, TN), part + tl.arange(0, TD)
     inside, more = row < N, col0 > 0
@@ -280,7 +289,7 @@ def marked_means(
     for j in tl.range(0, tl.cdiv(m, TM)):
         col = col0 + j * TM + tl.arange(0, TM)
         s = product(rows, cols, local, j * TM, D, TN, TM, TD)
-        z = (s * scale2 - offset[:, None]) + s * low
+        z = exponent(s, scale, offset[:, None])
         negative = which(row, col, N, M, marks, KIND, IDS, SELF, False)[1]
         p = tl.where(negative, tl.exp2(z - value[:, None]), 0.0)
         features = cols.load([j * TM, part])

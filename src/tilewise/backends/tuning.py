@@ -62,7 +62,7 @@ BLACKWELL = Tiles(
     masked=TileSize(64, 64, 64, 4, 4, 16),
     dz=TileSize(128, 128, 64, 4, 4, 16),
     softplus=TileSize(128, 64, 64, 4, 4, 16),
-    marked=TileSize(64, 32, 64, 4, 3, 16),
+    marked=TileSize(64, 32, 64, 8, 3, 16),
 )
 # 163 KiB of shared memory, no asynchronous products: smaller tiles, fewer stages.
 AMPERE = Tiles(
@@ -78,7 +78,7 @@ CDNA = Tiles(
     masked=TileSize(128, 64, 32, 8, 2, 16),
     dz=TileSize(128, 64, 32, 8, 2, 16),
     softplus=TileSize(128, 64, 32, 8, 2, 16),
-    marked=TileSize(128, 32, 32, 8, 2, 16),
+    marked=TileSize(64, 32, 32, 8, 2, 16),
 )
 # One program a tile costs the interpreter a millisecond and more: these are for its tests.
 INTERPRETER = Tiles(
