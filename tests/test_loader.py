@@ -1,5 +1,6 @@
 """Batches: the same samples whatever the ranks and workers, damaged ones replaced and counted."""
 
+import math
 import os
 from collections import Counter
 
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 
 from tilewise.data.emoji import Emoji
+from tilewise.data.featurecache import cached_features
 from tilewise.data.loader import Batches, Form, in_order, join
 from tilewise.data.order import Order
 from tilewise.data.sources import open_source
@@ -45,8 +47,8 @@ FORM = Form(prepare, collate, 2)
 
 def batches(source=None, **options):
     source = source or Numbers(1000)
-    options = {"size": 300, **options}
-    return Batches(source=source, form=FORM, order=Order(len(source), seed=5), **options)
+    order = Order(len(source), seed=5, window=options.pop("window", 0))
+    return Batches(source=source, form=FORM, order=order, **{"size": 300, **options})
 
 
 def take(these, count, step=0):
@@ -56,12 +58,13 @@ def take(these, count, step=0):
     return taken
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_and_workers_share_one_order(workers):
-    whole = take(batches(), 4)
+@pytest.mark.parametrize(("workers", "window"), [(0, 0), (2, 0), (0, 300)])
+def test_ranks_and_workers_share_one_order(workers, window):
+    whole = take(batches(window=window), 4)
+    assert len(set(torch.cat([batch.ids for batch in whole])[:1000].tolist())) == 1000
     for world in (2, 3, 7):
-        parts = [take(batches(rank=rank, world=world, workers=workers if world == 2 else 0), 4)
-                 for rank in range(world)]  # fmt: skip
+        how = {"world": world, "workers": workers if world == 2 else 0, "window": window}
+        parts = [take(batches(rank=rank, **how), 4) for rank in range(world)]
         for step, batch in enumerate(whole):
             for name in ("number", "chance"):
                 joined = torch.cat([own[step].inputs[name] for own in parts])
@@ -91,8 +94,30 @@ def test_damaged_samples_are_counted_and_replaced():
     assert these.bad == {"image": wanted}
 
 
+class Torn(Numbers):
+    """Half of the samples are damaged, one beside the other."""
+
+    def __getitem__(self, index):
+        if index < self.count // 2:
+            raise DataError("damaged", "image")
+        return {"id": index}
+
+
+def test_what_stands_in_for_damaged_neighbours_is_drawn_from_all():
+    """The same whoever loads it, another one in another epoch."""
+    ids = torch.cat([batch.ids for batch in take(batches(Torn(1000), size=1000), 2)])
+    assert ids.min() >= 500
+    assert ids[:1000].unique().numel() > 400
+    ranks = [take(batches(Torn(1000), size=1000, rank=rank, world=3), 1)[0] for rank in range(3)]
+    assert torch.equal(torch.cat([part.ids for part in ranks]), ids[:1000])
+    places = Order(1000, seed=5).at(np.arange(2000))[1]
+    first, second = (ids[1000 * epoch :][places[1000 * epoch :][:1000].argsort()][:500]
+                     for epoch in range(2))  # fmt: skip
+    assert (first != second).float().mean() > 0.9
+
+
 def test_all_damaged_is_an_error_that_says_so():
-    with pytest.raises(DataError, match="in a row are damaged"):
+    with pytest.raises(DataError, match=r"32 others.*the last: damaged.*repair the data"):
         take(batches(Numbers(50, bad=1)), 1)
 
 
@@ -172,9 +197,33 @@ def test_synthetic_pairs_are_as_hard_as_told():
         truth = (data.palette[data.code(index)] > 128).astype(int)
         wrong += int((guess != truth).any(1).sum())
         total += 4
-    assert abs(wrong / total - data.cell_error()) < 0.02
-    assert Synthetic(10, noise=0).cell_error() == 0
+    # Three channels, each across half the gap between two colours.
+    right = 0.5 * (1 + math.erf(0.5 / data.noise / math.sqrt(2)))
+    assert abs(wrong / total - (1 - right**3)) < 0.02
     assert data[3]["text"][0].split() == [data.names[c] for c in data.code(3)]
+
+
+def test_a_cache_of_features(tmp_path):
+    """In half precision: what that cannot hold is refused, and so is a file that was cut off."""
+    source, path = Synthetic(5, size=8), tmp_path / "a.npy"
+    form = Form(
+        lambda sample, _: {"image": View(8)(sample["image"], np.full(CHANCES, 0.5))}, None, 1
+    )
+
+    def cached(value):
+        return cached_features(source, path, lambda x: torch.full((len(x), 3), value), form=form)
+
+    for value in (1e5, math.nan):
+        with pytest.raises(DataError, match=r"below 65,504.*without feature_cache"):
+            cached(value)
+        assert not list(tmp_path.iterdir())
+    assert cached(2.5)[4]["features"].tolist() == [2.5] * 3
+    assert [file.name for file in tmp_path.iterdir()] == ["a.npy"]
+    whole = path.read_bytes()
+    for cut in (0, 3, 60, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"a\.npy is cut off.*delete it"):
+            cached(2.5)
 
 
 def test_data_by_name():
@@ -217,6 +266,11 @@ def test_a_part_of_data_with_files(tmp_path):
     [
         ("emoji:nothing", OptionError, "train, style, concepts"),
         ("synthetic:many", OptionError, "synthetic:4096"),
+        ("synthetic:10,seed=-1", OptionError, "seed from 0"),
+        ("synthetic:10,noise=nan", OptionError, "noise from 0"),
+        ("synthetic:10,noise=inf", OptionError, "noise from 0"),
+        ("synthetic:10,cells=40", OptionError, "cells from 1 to size"),
+        ("", DataError, "there are no data at ''"),
         ("no/such/place", DataError, "there are no data"),
         ("emoji:train@90-10", OptionError, "0-95"),
         ("emoji:train@3-200", OptionError, "0-95"),

@@ -16,11 +16,24 @@ def test_every_epoch_shows_every_sample_once(count, window):
         assert sorted(indices) == list(range(count))
 
 
-def test_any_position_can_be_asked_for_by_itself():
-    order = Order(1000, seed=1, window=64)
-    _, together = order.at(np.arange(2500))
-    apart = [int(order.at(np.array([place]))[1][0]) for place in (0, 1, 999, 1000, 2499)]
-    assert apart == [int(together[place]) for place in (0, 1, 999, 1000, 2499)]
+@pytest.mark.parametrize("count", [1, 2, 5, 77, 100, 257, 1000])
+@pytest.mark.parametrize("window", [0, 1, 3, 13, 64, 90, 300])
+def test_any_positions_can_be_asked_for_by_themselves(count, window):
+    """In chunks of any size, also such as lie in the rest that fills no window."""
+    order = Order(count, seed=1, window=window)
+    places = np.arange(2 * count + 3)
+    together = order.at(places)[1]
+    for chunk in (1, 10, 128):
+        if len(places) // chunk < 600:
+            apart = np.split(places, range(chunk, len(places), chunk))
+            assert (np.concatenate([order.at(some)[1] for some in apart]) == together).all()
+
+
+def test_the_order_is_that_of_earlier_runs():
+    """Without a window, and in whole windows: what was trained in an order can be trained again."""
+    assert Order(1000, seed=0).at(np.arange(998, 1003))[1].tolist() == [259, 193, 329, 874, 5]
+    windows = Order(1000, seed=0, window=300)
+    assert windows.at(np.arange(897, 900))[1].tolist() == [861, 681, 628]
 
 
 def test_epochs_and_seeds_have_different_orders():

@@ -13,10 +13,10 @@ import tilewise as tw
 from tilewise.data.arrays import ArrayPack
 from tilewise.data.folders import ImageFolder
 from tilewise.data.manifest import read_manifest
-from tilewise.data.pack import pack_arrays, pack_folder, pack_source
+from tilewise.data.pack import pack_source
 from tilewise.data.samples import text_id
 from tilewise.data.shards import Shards
-from tilewise.data.tables import Table
+from tilewise.data.sources import open_source
 from tilewise.errors import DataError
 
 os.environ["WDS_SECURE"] = "1"  # before webdataset is imported
@@ -117,9 +117,10 @@ def test_a_table_with_images(tmp_path):
         Image.fromarray(pixels(seed, (40, 30, 3))).save(tmp_path / "images" / name)
     table = tmp_path / "table.csv"
     table.write_text("file,text\n" + "".join(f"images/{name},of {name}\n" for name in names))
-    pack_folder(table, tmp_path / "a", columns={"file": "image"})
+    source = open_source(f"{table}?columns=file:image")
+    pack_source(source, tmp_path / "a")
     found = Shards(tmp_path / "a")
-    same(list(found), list(Table(table, columns={"file": "image"})))
+    same(list(found), list(source))
     held = [*wds.WebDataset([str(tmp_path / "a" / "000000.tar")], shardshuffle=False)]
     for name, sample in zip(names, held, strict=True):
         kind = name.split(".")[1]
@@ -127,26 +128,28 @@ def test_a_table_with_images(tmp_path):
             assert sample[kind] == (tmp_path / "images" / name).read_bytes()
         else:
             assert "png" in sample
-    pack_folder(table, tmp_path / "b", columns={"file": "image"}, size=12)
+    pack_source(source, tmp_path / "b", size=12)
     assert {sample["image"].size for sample in Shards(tmp_path / "b")} == {(12, 16)}
-    pack_folder(table, tmp_path / "c", columns={"file": "image"}, size=30)
+    pack_source(source, tmp_path / "c", size=30)
     assert files_in(tmp_path / "c") == files_in(tmp_path / "a")  # none is enlarged or written anew
+    pack_source(found, tmp_path / "d")
+    assert files_in(tmp_path / "d") == files_in(tmp_path / "a")  # nor those of shards
 
 
 def test_a_folder_of_classes(tmp_path):
     for seed, name in enumerate(("cat/1.png", "cat/2.png", "dog bed/1.png")):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(seed)).save(tmp_path / "in" / name)
-    pack_folder(tmp_path / "in", tmp_path / "out", samples_per_shard=2)
+    pack_source(open_source(str(tmp_path / "in")), tmp_path / "out", samples_per_shard=2)
     found = Shards(tmp_path / "out")
     same(list(found), list(ImageFolder(tmp_path / "in")))
     assert found.classes == ["cat", "dog bed"]
     assert (tmp_path / "out" / "classes.txt").read_text() == "cat\ndog bed\n"
-    with pytest.raises(tw.OptionError, match="for a table"):
-        pack_folder(tmp_path / "in", tmp_path / "b", images=tmp_path)
-    (tmp_path / "in" / "dog bed").rename(tmp_path / "in" / "dog\nbed")
-    with pytest.raises(DataError, match="a line of text"):
-        pack_folder(tmp_path / "in", tmp_path / "c")
+    name = "dog bed"
+    for wrong in ("dog\nbed", " "):
+        (tmp_path / "in" / name).rename(tmp_path / "in" / (name := wrong))
+        with pytest.raises(DataError, match="a line of text"):
+            pack_source(open_source(str(tmp_path / "in")), tmp_path / "c")
 
 
 # Arrays
@@ -183,38 +186,47 @@ def grey_pack(folder, n=12):
 
 def test_a_pack_in_colour(tmp_path):
     images, meta = colour_pack(tmp_path / "in")
-    pack_arrays(tmp_path / "in", tmp_path / "out", side=8, samples_per_shard=5)
+    source = ArrayPack(tmp_path / "in", side=8)
+    pack_source(source, tmp_path / "out", samples_per_shard=5)
     found = Shards(tmp_path / "out")
-    same(list(found), list(ArrayPack(tmp_path / "in", side=8)))
+    same(list(found), list(source))
     assert np.array_equal([np.asarray(sample["image"]) for sample in found], images)
     assert [found[i]["text"] for i in (0, 3)] == [("thing 0",), ("thing 1, x, y3", "thing 1")]
     assert [sample["id"] for sample in found] == [text_id(row[1]) for row in meta]
     assert [found.classes[sample["label"]] for sample in found] == [row[3] for row in meta]
-    keep = {"keep": lambda record: record["style"] == "noto" and record["label"] != "thing 0"}
-    pack_arrays(tmp_path / "in", tmp_path / "noto", side=8, **keep)
-    noto = Shards(tmp_path / "noto")
-    assert np.array_equal([np.asarray(s["image"]) for s in noto], images[2::2])
-    assert noto.classes == found.classes
-    with pytest.raises(tw.OptionError, match="none of 12"):
-        pack_arrays(tmp_path / "in", tmp_path / "none", side=8, keep=lambda _: False)
 
 
 def test_a_pack_in_grey(tmp_path):
     images = grey_pack(tmp_path / "in")
-    pack_arrays(tmp_path / "in", tmp_path / "out", side=8)
+    pack_source(ArrayPack(tmp_path / "in", side=8), tmp_path / "out")
     found = Shards(tmp_path / "out")
     assert np.array_equal([np.asarray(sample["image"]) for sample in found], images)
     assert found[3]["text"] == ("arrow 3 bold, OOUI",)
     assert found[2]["id"] == found[3]["id"] == text_id("arrow 1")
     assert found.classes == []
-    (tmp_path / "in" / "info.json").unlink()
-    assert ArrayPack(tmp_path / "in", side=8)[3]["text"] == ("arrow 3 bold, ooui",)
+    info = tmp_path / "in" / "info.json"
+    for told in ("{}", '{"sets": {}}', '{"sets": {"ooui": {"name": null}}}', None):
+        if told is None:
+            info.unlink()
+        else:
+            info.write_text(told)
+        assert ArrayPack(tmp_path / "in", side=8)[3]["text"] == ("arrow 3 bold, ooui",)
+    for told in (
+        "[]",
+        "{",
+        '{"sets": []}',
+        '{"sets": {"ooui": "x"}}',
+        '{"sets": {"o": {"name": 3}}}',
+    ):
+        info.write_text(told)
+        with pytest.raises(DataError, match=r"info\.json"):
+            ArrayPack(tmp_path / "in", side=8)
 
 
 def test_packs_that_are_refused(tmp_path):
     colour_pack(tmp_path)
     for side in (7, 9, 16):
-        with pytest.raises(DataError, match="is side right"):
+        with pytest.raises(DataError, match=f"image of {side} pixels a side for each of 12"):
             ArrayPack(tmp_path, side=side)
     data = (tmp_path / "images.u8.xz").read_bytes()
     (tmp_path / "images.u8.xz").write_bytes(data[:-30])
@@ -226,9 +238,17 @@ def test_packs_that_are_refused(tmp_path):
         with pytest.raises(DataError, match=r"meta\.json\.xz") as caught:
             ArrayPack(tmp_path, side=8)
         assert caught.value.kind == "field"
+    for nothing in (b"", b"[]", b"{"):
+        (tmp_path / "meta.json.xz").write_bytes(lzma.compress(nothing))
+        with pytest.raises(DataError, match=r"meta\.json\.xz"):
+            ArrayPack(tmp_path, side=8)
     (tmp_path / "meta.json.xz").unlink()
     with pytest.raises(DataError, match=r"want meta\.json\.xz"):
         ArrayPack(tmp_path, side=8)
+    grey_pack(tmp_path / "grey")
+    (tmp_path / "grey" / "meta.jsonl.xz").write_bytes(lzma.compress(b""))
+    with pytest.raises(DataError, match=r"want records in .*meta\.jsonl\.xz, got none"):
+        ArrayPack(tmp_path / "grey", side=8)
     grey_pack(tmp_path)
     with pytest.raises(DataError, match="got both"):
         ArrayPack(tmp_path)

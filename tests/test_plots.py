@@ -1,5 +1,6 @@
 """Pictures: what is drawn, and that nothing of it stays behind."""
 
+import io
 import math
 import sys
 from itertools import pairwise
@@ -10,9 +11,11 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from tilewise.errors import DataError, OptionError
 from tilewise.evaluate import plots
+from tilewise.evaluate.report import metrics_table, shortened
 
 
 @pytest.fixture
@@ -72,6 +75,57 @@ def test_curves_with_what_is_not_finite(tmp_path):
         tmp_path / "a.png", {"a": points, "b": points[200:]}, title="Loss", ylabel="loss"
     )
     assert has(pixels(tmp_path / "a.png"), plots.COLOURS[0])
+
+
+LONG = "/mnt/$fast/data^$sets/\\frac/" + "x" * 60 + "/test-{000..099}.tar@0-100"
+
+
+def clipped(path):
+    """Whether something is drawn up to the edge of a picture."""
+    picture = pixels(path)
+    edges = (picture[0], picture[-1], picture[:, 0], picture[:, -1])
+    return any((edge < 1).any() for edge in edges)
+
+
+def test_names_of_any_length_and_kind_have_room(tmp_path, figures):
+    """They are plain text, shortened in the middle; many of them make a picture higher."""
+    plots.plot_similarities(tmp_path / "a.png", torch.ones(3), torch.zeros(2), LONG)
+    names = [f"{LONG}/{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in range(12)]
+    points = {name: [(0, 0.1), (10, 0.2 + i / 99)] for i, name in enumerate(names)}
+    plots.plot_curves(tmp_path / "b.png", points, title=LONG, ylabel="recall")
+    title, curves = figures[0].axes[0].get_title(loc="left"), figures[1].axes[0]
+    assert title.startswith("/mnt/$fast")
+    assert title.endswith("…" + LONG[-len(title.split("…")[1]) :])
+    told = {text.get_text() for text in curves.texts}
+    assert {name.split("/")[-1] for name in told} == {name.split("/")[-1] for name in names}
+    boxes = sorted((text.get_window_extent() for text in curves.texts), key=lambda box: box.y0)
+    assert all(above.y0 > under.y1 for under, above in pairwise(boxes))
+    assert len({(line.get_color(), line.get_linestyle()) for line in curves.lines}) == 24
+    width, height = figures[1].get_size_inches() * figures[1].dpi
+    assert curves.get_window_extent().width > 0.5 * width
+    assert height > 900
+    assert not clipped(tmp_path / "a.png")
+    assert not clipped(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "short"), [("abc", "abc"), ("abcdef", "abcdef"), ("abcdefg", "a…defg")]
+)
+def test_names_are_shortened_in_the_middle(name, short):
+    assert shortened(name, 6) == short
+
+
+def test_a_table_of_many_data(tmp_path):
+    """Metrics and numbers stay whole in 80 columns."""
+    metrics = ("image_to_text_median_rank", "zeroshot_mean_per_class")
+    values = {f"data[{i}]/{'x' * 90}/{name}": 1234567.0 for i in range(6) for name in metrics}
+    console = Console(width=80, soft_wrap=True, markup=False, file=io.StringIO())
+    console.print(metrics_table(values))
+    told = console.file.getvalue()
+    assert all(told.count(f" {name} ") == 2 for name in metrics)
+    assert told.count(" 1,234,567 ") == 12
+    assert all(f"data[{i}]" in told for i in range(6))
+    assert max(map(len, told.splitlines())) <= 80
 
 
 def test_running_median():

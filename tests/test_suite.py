@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from tilewise.cli import main
 from tilewise.data.sources import open_source
 from tilewise.errors import CheckpointError, DataError, OptionError
 from tilewise.evaluate import plots
-from tilewise.evaluate.embed import Embedder
+from tilewise.evaluate.embed import Embedder, class_names
 from tilewise.evaluate.localise import make_scene, overlap, read_heat
-from tilewise.evaluate.suite import Suite
+from tilewise.evaluate.suite import Suite, templates
 from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
 from tilewise.train.config import EvalConfig
@@ -80,11 +81,24 @@ def test_zero_shot_of_a_folder_and_of_shards_of_it(folder, tmp_path):
     assert wrong[f"{folder}/zeroshot_top1"] == pytest.approx(1 / 3)
 
 
-def test_templates_may_be_in_a_file(folder, tmp_path):
-    file = tmp_path / "templates.txt"
-    file.write_text("a {}\n\nthe {}\n")
-    config = EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=(str(file),))
-    assert Suite(config).run(Colours())[f"{folder}/zeroshot_top1"] == 1.0
+def test_templates_and_classes_may_be_in_files(folder, tmp_path):
+    """As any editor may have saved them, in UTF-8."""
+    file, names = tmp_path / "templates.txt", tmp_path / "names.txt"
+    how = {"templates": (str(file),), "classes": str(names)}
+    config = EvalConfig(retrieval=(), zero_shot=(str(folder),), **how)
+    for start, end in (("", "\n"), ("\ufeff", "\r\n")):
+        file.write_bytes(f"{start}a {{}}{end}{end}the {{}}{end}".encode())
+        names.write_bytes(f"{start}blue{end}green {end}red{end}{end}".encode())
+        assert templates(config) == ["a {}", "the {}"]
+        suite = Suite(config)
+        assert class_names(suite.sources[str(folder)], str(names)) == ["blue", "green", "red"]
+        assert suite.run(Colours())[f"{folder}/zeroshot_top1"] == 1.0
+    for wrong in (file, names):
+        sound = wrong.read_bytes()
+        wrong.write_bytes("é {}\nb\nc\n".encode("latin-1"))
+        with pytest.raises(DataError, match=rf"{wrong.name}.*UTF-8"):
+            Suite(config)
+        wrong.write_bytes(sound)
     with pytest.raises(OptionError, match="not there"):
         Suite(EvalConfig(retrieval=(), zero_shot=(str(folder),), templates=("no.txt",)))
     with pytest.raises(OptionError, match=r"must hold \{\}"):
@@ -184,8 +198,14 @@ def test_a_row_for_each_caption(folder, tmp_path):
     (tmp_path / "out").mkdir()
     rows = [f"images/{name}/0.jpg,{name} {k}\n" for k in range(5) for name in COLOURS]
     (tmp_path / "rows.csv").write_text("image,caption\n" + "".join(rows))
-    for name in (str(tmp_path / "rows.csv"), f"{tmp_path}/rows.csv@0-100"):
-        found = Suite(EvalConfig(retrieval=(name,), zero_shot=())).run(Colours(), tmp_path / "out")
+    table, packed = str(tmp_path / "rows.csv"), str(tmp_path / "shards")
+    assert main(["data", "pack", table, packed]) == 0
+    assert main(["data", "pack", packed, f"{packed}-again", "--size", "12"]) == 0
+    names = (table, f"{table}@0-100", packed, f"{packed}-again", f"{packed}@0-100")
+    for name, captions in product(names, ("first", "all")):
+        config = EvalConfig(retrieval=(name,), zero_shot=(), captions=captions)
+        drawn = tmp_path / "out" if name in names[:2] and captions == "first" else None
+        found = Suite(config).run(Colours(), drawn)
         for way, (queries, gallery) in {"image_to_text": (3, 15), "text_to_image": (15, 3)}.items():
             assert found[f"{name}/{way}_R@1"] == 1.0
             assert found[f"{name}/{way}_queries"] == queries
@@ -194,7 +214,7 @@ def test_a_row_for_each_caption(folder, tmp_path):
 
 
 def test_several_images_of_one_id_stay(folder, tmp_path):
-    """Only the same file is there once; one with two labels is there for each."""
+    """Only the same pixels are there once; one with two labels is there for each."""
     rows = [{"image": f"images/{name}/{k}.jpg", "caption": name, "label": label}
             for label, name in enumerate(COLOURS) for k in (0, 1, 1)]  # fmt: skip
     rows.append({**rows[0], "label": 2})

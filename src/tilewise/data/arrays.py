@@ -4,19 +4,20 @@ import functools
 import lzma
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.data.decode import decode_json, require_pillow
 from tilewise.data.samples import Sample, checked_text, place_of, sample_of, text_id
-from tilewise.errors import DataError, OptionError
+from tilewise.errors import DataError
 
 COLOUR, COLOUR_META = "images.u8.xz", "meta.json.xz"
 GREY, GREY_META, GREY_INFO = "gray4.u8.xz", "meta.jsonl.xz", "info.json"
 
 Record = dict[str, Any]
+T = TypeVar("T", list[Any], dict[str, Any])
 
 
 class ArrayPack:
@@ -39,12 +40,9 @@ class ArrayPack:
     Args:
         folder: where these files are.
         side: pixels of an image's side.
-        keep: says of a record, a dictionary with the names above, whether to keep its sample.
     """
 
-    def __init__(
-        self, folder: str | Path, *, side: int = 32, keep: Callable[[Record], bool] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, *, side: int = 32) -> None:
         self.folder = Path(folder).expanduser()
         colour, grey = ((self.folder / name).is_file() for name in (COLOUR, GREY))
         if colour == grey:
@@ -52,15 +50,14 @@ class ArrayPack:
                 f"want {COLOUR} or {GREY} in {folder}, got {'both' if colour else 'neither'}",
                 "missing",
             )
-        records = (_emoji if colour else _icons)(self.folder)
+        self.records = (_emoji if colour else _icons)(self.folder)
+        if not self.records:
+            name = COLOUR_META if colour else GREY_META
+            raise DataError(f"want records in {self.folder / name}, got none", "field")
         shape = (side, side, 3) if colour else (side, side // 2)
-        pixels = _pixels(self.folder / (COLOUR if colour else GREY), (len(records), *shape))
-        self.classes = sorted({record["group"] for record in records}) if colour else []
-        kept = [at for at, record in enumerate(records) if keep is None or keep(record)]
-        if not kept:
-            raise OptionError(f"keep must keep a sample of {folder}, got none of {len(records)}")
-        self.records = [records[at] for at in kept]
-        self._pixels = pixels if len(kept) == len(pixels) else pixels[kept]
+        path = self.folder / (COLOUR if colour else GREY)
+        self._pixels = _pixels(path, (len(self.records), *shape))
+        self.classes = sorted({record["group"] for record in self.records}) if colour else []
 
     def __len__(self) -> int:
         return len(self.records)
@@ -86,8 +83,9 @@ def _pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     data = _unpacked(path, wanted + 1)
     if len(data) != wanted:
         raise DataError(
-            f"want {wanted} bytes of {shape} in {path}, one image for each record, got "
-            f"{'more' if len(data) > wanted else len(data)}; is side right?",
+            f"want {wanted} bytes of {shape} in {path}, an image of {shape[1]} pixels a side for "
+            f"each of {shape[0]} records, got {'more' if len(data) > wanted else len(data)}; write "
+            "as many images as records, all of that size",
             "array",
         )
     return np.frombuffer(data, np.uint8).reshape(shape)
@@ -105,9 +103,7 @@ def _unpacked(path: Path, most: int = -1) -> bytes:
 
 def _emoji(folder: Path) -> list[Record]:
     path = folder / COLOUR_META
-    rows = decode_json(_unpacked(path))
-    if not isinstance(rows, list):
-        raise DataError(f"want a list in {path}, got {type(rows).__name__}", "field")
+    rows = _json(path, _unpacked(path), list)
     return [_checked(path, at, _emoji_record, row) for at, row in enumerate(rows)]
 
 
@@ -119,17 +115,42 @@ def _emoji_record(row: Any) -> Record:
 
 
 def _icons(folder: Path) -> list[Record]:
-    info, path = folder / GREY_INFO, folder / GREY_META
-    sets = decode_json(info.read_bytes())["sets"] if info.is_file() else {}
+    path = folder / GREY_META
     rows = enumerate(_unpacked(path).splitlines())
-    record = functools.partial(_icon_record, sets)
+    record = functools.partial(_icon_record, _set_names(folder / GREY_INFO))
     return [_checked(path, at, record, row) for at, row in rows]
 
 
-def _icon_record(sets: dict[str, Any], line: bytes) -> Record:
+def _set_names(path: Path) -> dict[str, str]:
+    """Full names of sets, those that are told."""
+    info = _json(path, path.read_bytes(), dict) if path.is_file() else {}
+    try:
+        named = {short: each.get("name") for short, each in info.get("sets", {}).items()}
+        return {short: checked_text("name", full) for short, full in named.items() if full}
+    except (AttributeError, DataError) as error:
+        raise DataError(
+            f'want {{"sets": {{"ooui": {{"name": "OOUI"}}}}}} in {path}, got {str(info)[:100]}: '
+            f"{error}; mend or delete it",
+            "field",
+        ) from error
+
+
+def _icon_record(sets: dict[str, str], line: bytes) -> Record:
     record: Record = decode_json(line)
-    full = sets.get(record["set"], {}).get("name", record["set"])
+    full = sets.get(record["set"], record["set"])
     return {**record, "captions": [f"{record['name'].replace('-', ' ')}, {full}"]}
+
+
+def _json(path: Path, data: bytes, kind: type[T]) -> T:
+    """What a file says, which must be of this kind."""
+    try:
+        found = decode_json(data)
+    except DataError as error:
+        raise DataError(f"{path}: {error}", error.kind) from error
+    if not isinstance(found, kind):
+        wanted = {list: "a list", dict: "an object"}[kind]
+        raise DataError(f"want {wanted} in {path}, got {type(found).__name__}", "field")
+    return found
 
 
 def _checked(path: Path, at: int, make: Callable[[Any], Record], row: Any) -> Record:

@@ -7,7 +7,10 @@ import functools
 import importlib
 import io
 import json
+import os
+import stat
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +102,24 @@ def decode_captions(data: bytes) -> tuple[str, ...]:
     """Captions, one a line."""
     # Not splitlines, which also parts at characters that stand inside texts.
     return tuple(filter(None, (line.strip() for line in decode_text(data).split("\n"))))
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file that say something: names of classes, or templates."""
+    try:
+        return list(decode_captions(path.read_bytes()))
+    except DataError as error:
+        raise DataError(f"{path}: {error}; write one a line, in UTF-8", error.kind) from error
+
+
+def read_image(path: str) -> bytes:
+    """The file of an image, as it is."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise DataError(f"the image must be a file, got {path}", "path")
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"the image must be a file to read: {error}", "missing") from error
 
 
 def decode_json(data: bytes) -> Any:

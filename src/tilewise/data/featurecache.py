@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,12 @@ def cached_features(
     """
     if not path.exists():
         _compute(source, path, embed, (form, batch, on_progress))
-    features = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        features = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (EOFError, ValueError) as error:
+        raise DataError(
+            f"{path} is cut off, or holds no features: {error}; delete it, they are computed again"
+        ) from error
     if len(features) != len(source):
         raise DataError(
             f"{path} holds {len(features)} features, the data have {len(source)} samples; delete it"
@@ -100,25 +105,42 @@ def _compute(
     # NumPy leaves it untyped.
     open_memmap: Callable[..., np.memmap[Any, Any]] = np.lib.format.open_memmap
     out: Any = None
-    for first in range(0, len(source), batch):
-        rows = range(first, min(first + batch, len(source)))
-        good, images = [], []
-        for index in rows:
-            try:
-                images.append(form.prepare(source[index], np.full(form.chances, 0.5))["image"])
-                good.append(index)
-            except DataError:
-                continue
-        features = embed(np.stack(images)).float().cpu().numpy() if images else np.zeros((0, 0))
-        if out is None and images:
-            shape = (len(source), features.shape[1])
-            out = open_memmap(draft, mode="w+", dtype=DTYPE, shape=shape)
-            out[:] = np.nan
-        if images:
-            out[good] = features
-        if on_progress is not None:
-            on_progress(rows.stop, len(source))
-    if out is None:
-        raise DataError("no image could be read, so there are no features to cache")
-    out.flush()
-    os.replace(draft, path)
+    try:
+        for first in range(0, len(source), batch):
+            rows = range(first, min(first + batch, len(source)))
+            images = dict(_images(source, rows, form))
+            if images:
+                features = _halved(embed(np.stack(list(images.values()))))
+                if out is None:
+                    shape = (len(source), features.shape[1])
+                    out = open_memmap(draft, mode="w+", dtype=DTYPE, shape=shape)
+                    out[:] = np.nan
+                out[list(images)] = features
+            if on_progress is not None:
+                on_progress(rows.stop, len(source))
+        if out is None:
+            raise DataError("no image could be read, so there are no features to cache")
+        out.flush()
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _images(source: Source, rows: range, form: Form) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Of the samples that are not damaged, with their places."""
+    for index in rows:
+        try:
+            yield index, form.prepare(source[index], np.full(form.chances, 0.5))["image"]
+        except DataError:
+            continue
+
+
+def _halved(features: Tensor) -> NDArray[np.float16]:
+    """(n, D), which half precision must be able to hold."""
+    half: NDArray[np.float16] = features.half().cpu().numpy()
+    if not np.isfinite(half).all():
+        raise DataError(
+            "features must be finite and below 65,504 to be kept in half precision, got "
+            f"{float(features.abs().max()):,.6g}; train without feature_cache"
+        )
+    return half

@@ -5,7 +5,7 @@ from array import array
 from pathlib import Path
 from typing import SupportsIndex
 
-from tilewise.data.decode import decode_image
+from tilewise.data.decode import decode_image, read_image
 from tilewise.data.samples import Sample, place_of
 from tilewise.errors import DataError
 
@@ -15,8 +15,9 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 class ImageFolder:
     """Samples {"image", "label", "id"}: a folder of `path` is a class, in the order of their names.
 
-    Images are looked for in folders within a class, too; hidden files and other files are left
-    alone. `classes` are the folders' names, the id of a sample is its index.
+    Images are looked for in folders within a class, too, also in linked ones, in each once; hidden
+    files and other files are left alone. `classes` are the folders' names, the id of a sample is
+    its index.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -62,17 +63,22 @@ class ImageFolder:
 
     def image_bytes(self, place: int) -> bytes:
         """The file of an image."""
-        try:
-            return Path(self._names[place]).read_bytes()
-        except OSError as error:
-            raise DataError(f"the image must be a file to read: {error}", "missing") from error
+        return read_image(self._names[place])
 
 
 def _images(folder: Path) -> list[str]:
     """Paths of the images under a folder, sorted."""
-    return sorted(
-        os.path.join(where, name)
-        for where, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    )
+    found, seen = list[str](), set[str]()
+    for where, folders, names in os.walk(folder, followlinks=True):
+        # Each folder once: links may lead in a circle. Sorted: which one is first is no chance.
+        if (real := os.path.realpath(where)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        found += [
+            os.path.join(where, name)
+            for name in names
+            if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+        ]
+    return sorted(found)

@@ -63,30 +63,41 @@ class _Chunks(Dataset[Batch]):
 def load(
     source: Source, form: Form, indices: Whole | Sequence[int], chances: NDArray[np.float64]
 ) -> Batch:
-    """These samples; for a damaged one the next that is not."""
+    """These samples; for a damaged one another that is not."""
     bad: Counter[str] = Counter()
     prepared, ids = [], []
     for index, own in zip(indices, chances, strict=True):
-        sample, ready = _next_good(source, form, (int(index), own), bad)
+        sample, ready = _sound(source, form, (int(index), own), bad)
         prepared.append(ready)
         ids.append(sample["id"])
     return Batch(form.collate(prepared), torch.tensor(ids, dtype=torch.int64), bad)
 
 
-def _next_good(
+def _sound(
     source: Source, form: Form, at: tuple[int, NDArray[np.float64]], bad: Counter[str]
 ) -> tuple[Sample, dict[str, Any]]:
     index, chances = at
-    for further in range(SUBSTITUTES):
+    for tried, place in enumerate(_places(index, chances, len(source))):
         try:
-            sample = source[(index + further) % len(source)]
+            sample = source[place]
             return sample, form.prepare(sample, chances)
         except DataError as error:
-            bad[error.kind] += not further  # one sample is missed, however many are tried
+            bad[error.kind] += not tried  # one sample is missed, however many are tried
             last = error
     raise DataError(
-        f"{SUBSTITUTES} samples in a row are damaged, from {index} on; the last: {last}"
+        f"sample {index} is damaged, and so are {SUBSTITUTES} others that were drawn to stand in "
+        f"for it; the last: {last}; most samples must be sound: repair the data, or name others"
     ) from last
+
+
+def _places(index: int, chances: NDArray[np.float64], count: int) -> Iterator[int]:
+    """A sample's place, and those that stand in for it: anywhere, since damage comes in runs.
+
+    They follow from its chances, and so from seed, epoch and index.
+    """
+    yield index
+    drawn = uniforms(index, chances[:1].view(np.int64), np.zeros(1, np.int64), SUBSTITUTES)
+    yield from (drawn[0] * count).astype(np.int64).tolist()
 
 
 def join(chunks: Sequence[Inputs], buffers: "Buffers | None" = None) -> Inputs:

@@ -42,16 +42,20 @@ def permuted(index: Whole, count: int | Whole, key: _Word) -> Whole:
     It permutes the next power of four; what falls outside the range walks on until it is inside.
     """
     count = np.broadcast_to(np.asarray(count, np.int64), index.shape)
-    half = np.uint64(max(1, (int(count.max(initial=1) - 1).bit_length() + 1) // 2))
+    # Each index by its own count: where it goes must not depend on what is asked for beside it.
+    bits = np.frexp(count - 1)[1]  # exact below 2**53
+    half = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
     key = np.broadcast_to(key, index.shape)
     out, todo = index.astype(np.int64), np.ones(index.shape, bool)
     while todo.any():
-        out[todo] = _network(out[todo].astype(np.uint64), half, key[todo]).astype(np.int64)
+        moved = _network(out[todo].astype(np.uint64), half[todo], key[todo])
+        out[todo] = moved.astype(np.int64)
         todo = out >= count
     return out
 
 
-def _network(x: _Word, half: np.uint64, key: _Word) -> _Word:
+def _network(x: _Word, half: _Word, key: _Word) -> _Word:
+    """x: of 2 * half bits each."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = x >> half, x & mask
     for number in range(ROUNDS):

@@ -10,18 +10,14 @@ import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from typing_extensions import Unpack
 
 from tilewise.data import manifest
-from tilewise.data.arrays import ArrayPack, Record
-from tilewise.data.folders import ImageFolder
 from tilewise.data.manifest import Manifest, ShardFacts, sha256_of, write_manifest
-from tilewise.data.samples import OnDamage, Sample, Source, default_id, tell
+from tilewise.data.samples import Sample, Source, default_id
 from tilewise.data.shards import CLASSES
-from tilewise.data.tables import Columns, Table
 from tilewise.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -34,57 +30,8 @@ FORMATS: dict[str, dict[str, Any]] = {"png": {}, "webp": {"lossless": True}}
 KEPT = {"jpg": b"\xff\xd8\xff", "png": b"\x89PNG\r\n\x1a\n", "webp": b"RIFF"}
 
 Members = dict[str, bytes]  # of one sample, by extension
-
-
-class PackOptions(TypedDict, total=False):
-    """How to pack: keywords that every function here takes."""
-
-    samples_per_shard: int  # 10,000 by default
-    size: int | None  # pixels of the shorter side, to which larger images are reduced
-    image_format: Literal["png", "webp"]  # of images that do not stay as they are; png by default
-    on_progress: Callable[[int, int], None]  # told how many samples are done, and of how many
-    on_damage: OnDamage  # told of each damaged sample, which is then left out, instead of raising
-
-
-def pack_folder(
-    path: str | Path,
-    out: str | Path,
-    *,
-    columns: Columns = (),
-    images: str | Path | None = None,
-    **how: Unpack[PackOptions],
-) -> Manifest:
-    """Pack a table with the images that it names, or a folder with a folder of images per class.
-
-    Args:
-        path: a table (see `Table`, also for columns and images), or a folder (see `ImageFolder`).
-        out: the folder of shards, made if need be.
-        how: see `PackOptions` and `pack_source`.
-    """
-    path = Path(path).expanduser()
-    if not path.is_dir():
-        return pack_source(Table(path, columns=columns, images=images), out, **how)
-    if columns or images is not None:
-        raise OptionError(f"columns and images are for a table, got {path}, which is a folder")
-    return pack_source(ImageFolder(path), out, **how)
-
-
-def pack_arrays(
-    folder: str | Path,
-    out: str | Path,
-    *,
-    side: int = 32,
-    keep: Callable[[Record], bool] | None = None,
-    **how: Unpack[PackOptions],
-) -> Manifest:
-    """Pack small images that are in one array, in one of the layouts that `ArrayPack` tells.
-
-    Args:
-        folder, side, keep: see `ArrayPack`.
-        out: the folder of shards, made if need be.
-        how: see `PackOptions` and `pack_source`.
-    """
-    return pack_source(ArrayPack(folder, side=side, keep=keep), out, **how)
+Told = Callable[[int, int], None]  # how many samples are done, and of how many
+OnDamage = Callable[[DataError], None]  # what is wrong with a sample
 
 
 def pack_source(
@@ -94,7 +41,7 @@ def pack_source(
     samples_per_shard: int = SAMPLES_PER_SHARD,
     size: int | None = None,
     image_format: Literal["png", "webp"] = "png",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Told | None = None,
     on_damage: OnDamage | None = None,
 ) -> Manifest:
     """Write samples to `out`/000000.tar and so on, with a manifest.json that tells what is there.
@@ -102,7 +49,13 @@ def pack_source(
     A sample's members are its image (a jpg, png or webp file stays as it is unless it is reduced),
     json (captions, query, positive, negatives, and the id if it does not follow from these), cls
     (label) and npy (features). Names of labels go to classes.txt. All is written beside, and moved
-    into place when it is complete. `out` must not hold shards. Options: see `PackOptions`.
+    into place when it is complete.
+
+    Args:
+        out: the folder of shards, made if need be; it must not hold any.
+        size: pixels of the shorter side, to which larger images are reduced.
+        image_format: of images that do not stay as they are.
+        on_damage: told of each damaged sample, which is then left out, instead of raising.
     """
     if samples_per_shard < 1 or (size is not None and size < 1):
         raise OptionError(
@@ -129,7 +82,7 @@ class _Packer:
         self.source, self.size, self.image_format = source, size, image_format
 
     def all_members(
-        self, on_progress: Callable[[int, int], None] | None, on_damage: OnDamage | None
+        self, on_progress: Told | None, on_damage: OnDamage | None
     ) -> Iterator[Members]:
         """The members of each sample that is sound."""
         packed = 0
@@ -137,7 +90,9 @@ class _Packer:
             try:
                 members = self.members(index, packed)
             except DataError as error:
-                tell(error, on_damage)
+                if on_damage is None:
+                    raise
+                on_damage(error)
             else:
                 packed += 1
                 yield members
@@ -225,7 +180,7 @@ def _write_shard(path: Path, samples: Iterable[Members], first: int) -> int:
 
 def _write_classes(path: Path, classes: Iterable[str]) -> None:
     for name in classes:
-        if "\n" in name or not name.isprintable():
+        if not name.strip() or not name.isprintable():  # nor is a line's end
             raise DataError(f"the name of a class must be a line of text, got {name!r}; rename it")
     path.write_text("".join(f"{name}\n" for name in classes), "utf-8", newline="\n")
 

@@ -4,7 +4,7 @@ import hashlib
 import operator
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, SupportsIndex
 
 from tilewise.errors import DataError
@@ -13,9 +13,6 @@ from tilewise.errors import DataError
 # "positive" (str), "negatives" (tuple of str), "features" (float array (D,)), "label" (int), and
 # always "id" (int64), equal for samples that are not each other's negatives.
 Sample = dict[str, Any]
-
-# Told of the error of something damaged, which is then left out.
-OnDamage = Callable[[DataError], None]
 
 # Names under which captions come; the first that is there counts.
 CAPTIONS = ("captions", "caption", "text")
@@ -28,13 +25,6 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Sample: ...
-
-
-def tell(error: DataError, on_damage: OnDamage | None) -> None:
-    """Tell whoever wants to know of damage; raise where nobody does."""
-    if on_damage is None:
-        raise error
-    on_damage(error)
 
 
 def place_of(index: SupportsIndex, length: int) -> int:

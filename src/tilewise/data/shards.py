@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 from tilewise.data import decode
 from tilewise.data.manifest import Manifest, read_manifest, sha256_of
-from tilewise.data.samples import OnDamage, Sample, default_id, place_of, sample_of, tell
-from tilewise.data.tarindex import KeptIndex, TarIndex, index_tar
+from tilewise.data.samples import CAPTIONS, Sample, default_id, place_of, sample_of
+from tilewise.data.tarindex import PARTS, KeptIndex, TarIndex, index_tar
 from tilewise.errors import DataError, OptionError
 
 OPEN_FILES = 16  # kept open at a time, by each thread
@@ -34,6 +35,10 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "text": decode.decode_captions,
     "label": decode.decode_label,
 }
+# Fields of json that say what a member of its own does.
+_IN_JSON = {"text": CAPTIONS, "label": ("label",)}
+
+T = TypeVar("T")
 
 
 class Shards:
@@ -52,7 +57,6 @@ class Shards:
         verify: also compare the SHA-256 of every shard that has one in a manifest: reads all.
         index_folder: where indexes are kept, for the next opening and instead of in memory (it is
             made if need be); nothing is written without it.
-        on_damage: told of each shard that is damaged, which is then left out, instead of raising.
         progress: whether to show a bar; None shows one for many shards to whoever watches.
     """
 
@@ -62,18 +66,16 @@ class Shards:
         *,
         verify: bool = False,
         index_folder: str | Path | None = None,
-        on_damage: OnDamage | None = None,
         progress: bool | None = None,
     ) -> None:
-        paths = find_shards(str(pattern), on_damage)
-        opener = _Opener(paths, verify, index_folder, on_damage)
-        found = dict(_watched(opener, len(paths), progress))
-        self.paths = [path for path in paths if path in found]
+        self.paths = find_shards(str(pattern))
+        opener = _Opener(self.paths, verify, index_folder)
+        found = dict(_watched(opener, len(self.paths), progress))
         self._indexes = [found[path] for path in self.paths]
         # First sample of each shard, and their number.
         self._firsts = list(itertools.accumulate(map(len, self._indexes), initial=0))
         if not len(self):
-            message = f"want samples in {pattern}, got {len(paths)} shards without any"
+            message = f"want samples in {pattern}, got {len(self.paths)} shards without any"
             raise DataError(message, "missing")
         self._files = _Files()
 
@@ -81,21 +83,26 @@ class Shards:
         return self._firsts[-1]
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        return self._sample(place_of(index, len(self)), without=())
+        return self._read(place := place_of(index, len(self)), partial(_decoded, place))
 
     def row(self, place: int) -> Sample:
         """A sample without its image, which is not read."""
-        return self._sample(place, without=("image",))
+        return self._read(place, partial(_decoded, place, partly=True), set(PARTS) - {"image"})
 
-    def _sample(self, place: int, without: Collection[str]) -> Sample:
+    def image_bytes(self, place: int) -> bytes:
+        """The member that is a sample's image, as it is."""
+        return self._read(place, lambda data: data["image"], {"image"})
+
+    def _read(
+        self, place: int, make: Callable[[dict[str, bytes]], T], wanted: Collection[str] = PARTS
+    ) -> T:
+        """What is made of a sample's members, by part."""
         shard = bisect.bisect_right(self._firsts, place) - 1
         within = place - self._firsts[shard]
         try:
             file = self._open(shard)
-            members = file.lookup.members(within)
-            wanted = [member for member in members if member[0] not in without]
-            data = {part: file.read(offset, size) for part, offset, size in wanted}
-            return _decoded(data, place, partly=bool(without))
+            members = [each for each in file.lookup.members(within) if each[0] in wanted]
+            return make({part: file.read(offset, size) for part, offset, size in members})
         except DataError as error:
             where = f"sample {place} ({within} of {self.paths[shard]})"
             raise DataError(f"{where}: {error}", error.kind) from error
@@ -104,7 +111,7 @@ class Shards:
     def classes(self) -> list[str]:
         """Names of labels, from `classes.txt` beside the first shard, a line each; or none."""
         path = self.paths[0].parent / CLASSES
-        return path.read_text("utf-8").splitlines() if path.is_file() else []
+        return decode.read_lines(path) if path.is_file() else []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": None}  # another process opens its own
@@ -161,13 +168,13 @@ class _File:
         return data
 
 
-def find_shards(pattern: str, on_damage: OnDamage | None = None) -> list[Path]:
+def find_shards(pattern: str) -> list[Path]:
     """Shards that a pattern names, in its order, those of a folder or glob by name.
 
     A folder or glob must find all that a manifest there knows.
     """
     patterns = [one for each in pattern.split("::") for one in _braces(each)]
-    return [path for one in patterns for path in _files(one, on_damage)]
+    return [path for one in patterns for path in _files(one)]
 
 
 def _braces(pattern: str) -> Iterable[str]:
@@ -186,7 +193,7 @@ def _braces(pattern: str) -> Iterable[str]:
         raise OptionError(f"braces must come in pairs, got {pattern!r}") from error
 
 
-def _files(pattern: str, on_damage: OnDamage | None) -> list[Path]:
+def _files(pattern: str) -> list[Path]:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", pattern):
         raise OptionError(
             f"shards must be files here, got {pattern!r}; copy them to a local disk and give that "
@@ -195,7 +202,8 @@ def _files(pattern: str, on_damage: OnDamage | None) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    path = path / "*.tar" if path.is_dir() else path
+    # The name of a folder that is there is no pattern.
+    path = Path(glob.escape(str(path)), "*.tar") if path.is_dir() else path
     found = sorted(map(Path, glob.glob(str(path))))
     if not found:
         raise DataError(f"want shards at {pattern}, got none; name files or a folder", "missing")
@@ -203,26 +211,20 @@ def _files(pattern: str, on_damage: OnDamage | None) -> list[Path]:
         known = {name for name in read_manifest(folder) or () if fnmatchcase(name, path.name)}
         lost = sorted(known - {one.name for one in found if one.parent == folder})
         if lost:
-            message = (
+            raise DataError(
                 f"the manifest of {folder} names {len(known)} shards {path.name}, got "
-                f"{len(known) - len(lost)}: {', '.join(lost[:9])} missing; copy the shards again"
+                f"{len(known) - len(lost)}: {', '.join(lost[:9])} missing; copy the shards again",
+                "missing",
             )
-            tell(DataError(message, "missing"), on_damage)
     return found
 
 
 class _Opener:
     """Shards with their indexes, each checked against the manifest of its folder."""
 
-    def __init__(
-        self,
-        paths: list[Path],
-        verify: bool,
-        folder: str | Path | None,
-        on_damage: OnDamage | None,
-    ) -> None:
+    def __init__(self, paths: list[Path], verify: bool, folder: str | Path | None) -> None:
         self.paths = list(dict.fromkeys(paths))  # one that is named twice is read once
-        self.verify, self.on_damage = verify, on_damage
+        self.verify = verify
         # What is looked up there later must not depend on where the process is then.
         self.folder = None if folder is None else Path(folder).expanduser().absolute()
         self.manifests = {one: read_manifest(one) for one in {path.parent for path in paths}}
@@ -230,21 +232,14 @@ class _Opener:
     def __iter__(self) -> Iterator[tuple[Path, Index]]:
         with ThreadPoolExecutor(min(THREADS, len(self.paths))) as pool:
             try:
-                for path, found in zip(self.paths, pool.map(self.open, self.paths), strict=True):
-                    if isinstance(found, DataError):
-                        tell(found, self.on_damage)
-                    else:
-                        yield path, found
+                yield from zip(self.paths, pool.map(self.open, self.paths), strict=True)
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def open(self, path: Path) -> Index | DataError:
-        """A shard's index, or what is wrong with it."""
-        try:
-            index: Index = index_tar(path) if self.folder is None else _kept(path, self.folder)
-            self._check(path, index, self.manifests[path.parent])
-        except DataError as error:
-            return error
+    def open(self, path: Path) -> Index:
+        """A shard's index."""
+        index: Index = index_tar(path) if self.folder is None else _kept(path, self.folder)
+        self._check(path, index, self.manifests[path.parent])
         return index
 
     def _check(self, path: Path, index: Index, manifest: Manifest | None) -> None:
@@ -287,7 +282,7 @@ def _kept(path: Path, folder: Path) -> KeptIndex:
         ) from error
 
 
-def _decoded(data: dict[str, bytes], place: int, *, partly: bool) -> Sample:
+def _decoded(place: int, data: dict[str, bytes], *, partly: bool = False) -> Sample:
     if not data and not partly:
         raise DataError("want an image, features, text, json or label, got no such member", "empty")
     sample: Sample = {}
@@ -295,7 +290,8 @@ def _decoded(data: dict[str, bytes], place: int, *, partly: bool) -> Sample:
         fields = decode.decode_json(data.pop("json"))
         if not isinstance(fields, dict):
             raise DataError(f"want an object in json, got {type(fields).__name__}", "field")
-        sample = sample_of(fields)
+        given_way = {name for part in data for name in _IN_JSON.get(part, ())}
+        sample = sample_of({name: x for name, x in fields.items() if name not in given_way})
     for part, member in data.items():
         sample[part] = _DECODERS[part](member)
     sample.setdefault("id", default_id(sample, place))

@@ -37,11 +37,6 @@ class Part:
         """A sample without its image."""
         return light(self.source, int(self.rows[index]))
 
-    def image_of(self, index: int) -> int:
-        """Which image a sample has: a place in the whole."""
-        place = int(self.rows[index])
-        return int(getattr(self.source, "image_of", int)(place))
-
     @property
     def classes(self) -> list[str]:
         """Those of the whole."""
@@ -86,7 +81,7 @@ def _open_whole(name: str, index_folder: str | None) -> Source:
         return synthetic.parse(name.removeprefix("synthetic:"))
     path, _, options = name.partition("?")
     if TABLES.search(path):
-        return Table(_existing(path), keep_damaged=True, **_table_options(options, name))
+        return Table(_existing(path), **_table_options(options, name))
     if path.endswith(".tar") or any(mark in path for mark in "{*") or "::" in path:
         return Shards(path, index_folder=index_folder)
     folder = _existing(path)
@@ -102,7 +97,7 @@ def _open_whole(name: str, index_folder: str | None) -> Source:
 
 def _existing(path: str) -> Path:
     found = Path(path).expanduser()
-    if not found.exists():
+    if not path or not found.exists():  # no name is not the current folder
         raise DataError(
             f"there are no data at {path!r}; give a path that is there, emoji:train for the "
             "embedded set, or make shards with tilewise data pack"
@@ -129,21 +124,20 @@ def _part(source: Source, name: str, low: int, high: int) -> Part:
         raise OptionError(
             f"a part goes from a lower to a higher hundredth, as in @0-95, got {name!r}"
         )
-    known = [(index, number) for index in range(len(source)) for number in _ids(source, index)]
     # Ids need not be spread evenly: mix them (an odd multiplier, and the high bits).
-    ids = np.array([number for _, number in known], np.int64).view(np.uint64)
+    ids = np.array([_id(source, index) for index in range(len(source))], np.int64).view(np.uint64)
     mixed = (ids * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     hundredths = mixed * np.uint64(100) >> np.uint64(32)
-    rows = [index for index, _ in known]
-    chosen = np.array(rows, np.int64)[(hundredths >= low) & (hundredths < high)]
+    chosen = np.flatnonzero((hundredths >= low) & (hundredths < high))
     if not len(chosen):
         raise DataError(f"no sample of {name!r} falls into its part; take a larger one")
     return (FilePart if hasattr(source, "image_bytes") else Part)(source, chosen)
 
 
-def _ids(source: Source, index: int) -> list[int]:
-    """A sample's id; none if it is damaged."""
+def _id(source: Source, index: int) -> int:
+    """A sample's id; its index if it is damaged: it is in some part, and counted there."""
     try:
-        return [light(source, index)["id"]]
+        number: int = light(source, index)["id"]
     except DataError:
-        return []
+        return index
+    return number

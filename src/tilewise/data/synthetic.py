@@ -1,10 +1,9 @@
 """Pairs of known difficulty: mosaics of coloured cells, and the names of their colours.
 
 The text of a pair says its code exactly; the image shows it under noise, so what can be reached is
-known: a cell is read wrongly with a probability that follows from the noise alone (`cell_error`).
+known: a cell is read wrongly with a probability that follows from the noise alone.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ COLOURS = {
     "white": (224, 224, 224),
 }
 GAP = 192.0  # between two colours that differ in one channel
+LOUDEST = 1e6  # noise, of which nothing but noise is left long before
 
 
 class Synthetic:
@@ -35,10 +35,12 @@ class Synthetic:
     def __init__(
         self, pairs: int, *, size: int = 32, cells: int = 3, noise: float = 0.25, seed: int = 0
     ) -> None:
-        if pairs < 1 or size < 1 or not 1 <= cells <= size or noise < 0:
+        fine = pairs >= 1 and 1 <= cells <= size and 0 <= noise <= LOUDEST and 0 <= seed < 2**63
+        if not fine:
             raise OptionError(
-                "synthetic data need pairs and size above 0, cells from 1 to size and noise that "
-                f"is not negative, got {pairs}, {size}, {cells}, {noise}"
+                "synthetic data need pairs and size above 0, cells from 1 to size, noise from 0 to "
+                f"{LOUDEST:,.0f} and a seed from 0 to 2**63 - 1, got {pairs}, {size}, {cells}, "
+                f"{noise} and {seed}"
             )
         self.pairs, self.size, self.cells, self.noise, self.seed = pairs, size, cells, noise, seed
         self.names = list(COLOURS)
@@ -48,8 +50,9 @@ class Synthetic:
         return self.pairs
 
     def code(self, index: int) -> NDArray[np.int64]:
-        """(cells * cells,) colours of a pair; no two pairs have the same unless there are too few
-        codes.
+        """(cells * cells,) colours of a pair.
+
+        Drawn at random: among many pairs a few share a code, and then an id.
         """
         where = np.array([index], np.int64)
         chances = uniforms(self.seed, np.zeros_like(where), where, self.cells**2)[0]
@@ -83,15 +86,6 @@ class Synthetic:
     def classes(self) -> list[str]:
         """The colour of the first cell is a pair's label."""
         return self.names
-
-    def cell_error(self) -> float:
-        """Probability that the best reader takes a cell for another colour: three channels, each
-        across half the gap.
-        """
-        if not self.noise:
-            return 0.0
-        right = 0.5 * (1 + math.erf(0.5 / self.noise / math.sqrt(2)))
-        return 1 - right**3
 
 
 def parse(text: str) -> Synthetic:

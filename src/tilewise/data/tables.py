@@ -6,7 +6,6 @@ import gzip
 import json
 import lzma
 import os
-import stat
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,23 +15,22 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.data.decode import decode_image, decode_json
+from tilewise.data.decode import decode_image, decode_json, read_image
 from tilewise.data.samples import (
     CAPTIONS,
     FIELDS,
-    OnDamage,
     Sample,
     default_id,
     hashed,
     place_of,
     sample_of,
-    tell,
     whole_of,
 )
 from tilewise.errors import DataError, OptionError
 
 COLUMNS = ("image", *FIELDS)
 DAMAGED = "damaged"  # the field of a row that is wrong: what, and of which kind
+LONGEST_CELL = 2**24  # characters: more is a quote that was never closed
 OPENERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
 Row = dict[str, Any]
@@ -49,8 +47,10 @@ class Table:
     Columns: image (a path), text or caption or captions, query, positive, negatives, label, id; all
     others are left alone. A line of JSONL is an object, or an array, whose columns are "0", "1" and
     so on. CSV and TSV have a header; there captions and negatives may be JSON arrays, and an empty
-    cell says nothing. Rows are held as text; images are read when they are asked for.
+    cell says nothing. A cell of CSV may be quoted; in TSV a quote is a character like any other.
+    Rows are held as text; images are read when they are asked for.
 
+    A row that is wrong stays, as a sample that raises when it is asked for, unless all are wrong.
     Rows of one image, as tables with a row for each caption have them, are one thing: without an id
     of its own a row has that of the first row with its image.
 
@@ -59,19 +59,10 @@ class Table:
         columns: {its name: our name} where they differ, or our names of an array's columns in
             order; None for a column to leave alone.
         images: the folder that image paths start from and must not leave; by default the table's.
-        on_damage: told of each row that is wrong, which is then left out, instead of raising.
-        keep_damaged: whether a row that is wrong stays, as a sample that raises when it is asked
-            for, unless all are wrong; then nobody is told.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        columns: Columns = (),
-        images: str | Path | None = None,
-        on_damage: OnDamage | None = None,
-        keep_damaged: bool = False,
+        self, path: str | Path, *, columns: Columns = (), images: str | Path | None = None
     ) -> None:
         self.path = Path(path).expanduser()
         self.images = os.path.realpath(self.path.parent if images is None else images)
@@ -84,15 +75,12 @@ class Table:
                 self._append(_sample(read(names)), known)
             except DataError as error:
                 found = DataError(f"line {line} of {self.path}: {error}", error.kind)
-                if keep_damaged:
-                    self._append({DAMAGED: [str(found), found.kind]}, known)
-                    nothing, damaged = nothing if damaged else found, damaged + 1
-                else:
-                    tell(found, on_damage)
+                self._append({DAMAGED: [str(found), found.kind]}, known)
+                nothing, damaged = nothing if damaged else found, damaged + 1
         if damaged == len(self):
             raise nothing
         names.check_all_found(self.path)
-        self._ids, self._firsts = known.shared()
+        self._ids = known.shared()
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -115,10 +103,6 @@ class Table:
         row["id"] = int(self._ids[place])
         return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
 
-    def image_of(self, place: int) -> int:
-        """Which image a row has: the place of the first row with it."""
-        return int(self._firsts[place])
-
     def image_bytes(self, place: int) -> bytes:
         """The file of a row's image, which lies in the folder of images wherever links lead."""
         path = os.path.realpath(os.path.join(self.images, self.row(place)["image"]))
@@ -128,12 +112,7 @@ class Table:
                 "TABLE?images=FOLDER",
                 "path",
             )
-        try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
-                raise DataError(f"the image must be a file, got {path}", "path")
-            return Path(path).read_bytes()
-        except OSError as error:
-            raise DataError(f"the image must be a file to read: {error}", "missing") from error
+        return read_image(path)
 
     def _append(self, sample: Sample, known: "_Ids") -> None:
         known.add(sample)
@@ -174,14 +153,11 @@ class _Ids:
         path = sample.get("image")
         self.images.append(-1 - place if path is None else hashed(os.path.normpath(path)))
 
-    def shared(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids (n,), and the first row (n,) with each row's image, whose id it has unless it tells
-        its own.
-        """
+    def shared(self) -> NDArray[np.int64]:
+        """(n,): a row that tells no id has that of the first row with its image."""
         ids, images = (np.frombuffer(each, np.int64) for each in (self.ids, self.images))
         _, first, image = np.unique(images, return_index=True, return_inverse=True)
-        firsts = first[image]
-        return np.where(np.frombuffer(self.told, np.bool_), ids, ids[firsts]), firsts
+        return np.where(np.frombuffer(self.told, np.bool_), ids, ids[first[image]])
 
 
 class _Names:
@@ -238,7 +214,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Reader]]:
         raise DataError(f"{path}: {error}", error.kind) from error
     except FileNotFoundError as error:
         raise DataError(f"want a table at {path}, got no file", "missing") from error
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, csv.Error) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         where = f"{path} is damaged or cut off after line {line}"
         raise DataError(f"{where}: {error}; copy it again", "table") from error
 
@@ -259,13 +235,32 @@ def _json_row(data: bytes, names: _Names) -> Row:
 
 
 def _cell_rows(file: Iterable[bytes], delimiter: str) -> Iterator[tuple[int, Reader]]:
-    reader = csv.reader(_decoded(file), delimiter=delimiter, strict=True)
-    header = [name.strip() for name in next(reader, [])]
+    rows = _all_cells(file, delimiter)
+    header = [name.strip() for name in next(rows, (1, []))[1]]
     if len(set(header)) < len(header):
         raise DataError(f"columns must have a name each, got {', '.join(header)}", "table")
-    for cells in reader:
+    for line, cells in rows:
         if cells:
-            yield reader.line_num, functools.partial(_cell_row, header, cells)
+            yield line, functools.partial(_cell_row, header, cells)
+
+
+def _all_cells(file: Iterable[bytes], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """(last line, cells) of each row; those of TSV are never quoted."""
+    csv.field_size_limit(LONGEST_CELL)  # of all readers of the process: it cannot be given to one
+    how: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter == "\t" else {}
+    reader = csv.reader(_decoded(file), delimiter=delimiter, strict=True, **how)
+    begin = 1
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"rows from line {begin} on cannot be told apart: {error}; lines must end in \\n or "
+            "\\r\\n, and in a cell of CSV that begins with a quote, quotes are doubled and the "
+            "last one closes it",
+            "table",
+        ) from error
 
 
 def _cell_row(header: list[str], cells: list[str], names: _Names) -> Row:

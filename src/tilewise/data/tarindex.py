@@ -258,6 +258,8 @@ def walk(descriptor: int, size: int) -> Iterator[Member]:
             extra |= _extra(kind, descriptor, data, length)
             continue
         name, extra = extra.get("path") or _name(header), {}
+        if kind == b"V":  # a volume's label
+            continue
         if kind not in (b"0", b"\0", b"7", b"5"):
             raise DataError(
                 f"want files and folders only, got {name!r} of type {kind!r} (a link?); write the "

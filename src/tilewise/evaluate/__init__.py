@@ -1,1 +1,1 @@
-"""How good features are: retrieval, classification and their pictures, from features alone."""
+"""How good a model is: features of data, retrieval, classification, scenes, and their pictures."""

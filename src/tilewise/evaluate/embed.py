@@ -1,5 +1,6 @@
 """Features of a whole data set, micro-batch by micro-batch, by all ranks together."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.data.decode import read_lines
 from tilewise.data.loader import in_order
 from tilewise.data.samples import Sample, Source, light
 from tilewise.data.views import CHANCES, View
@@ -65,6 +67,7 @@ class _Image(NamedTuple):
     place: int  # in the data set
     id: int
     label: int  # below 0 for none
+    pixels: bytes  # a digest of them
 
 
 @dataclass
@@ -121,7 +124,7 @@ class Embedder:
         texts = list(dict.fromkeys(text for part in parts for text in part.texts))
         queries = [query for part in parts for query in part.queries]
         images = [image for part in parts for image in part.images]
-        rows = _without_copies(images, source)
+        rows = _without_copies(images)
         images = [images[row] for row in rows]
         return Embedded(
             images=self._images(parts, rows, [image.id for image in images]),
@@ -172,7 +175,8 @@ class Embedder:
             features = self.model.images(pixels.to(self.model.device)).float().cpu()
             part.features = features[: len(samples)]
             part.images = [
-                _Image(each["place"], each["id"], each.get("label", -1)) for each in samples
+                _Image(each["place"], each["id"], each.get("label", -1), each["digest"])
+                for each in samples
             ]
         for each in samples:
             texts = each.get("text", (each["positive"],) if "positive" in each else ())
@@ -203,26 +207,32 @@ class Embedder:
         return Side(features.to(place), torch.tensor(ids, device=place), list(texts))
 
 
-def _without_copies(images: Sequence[_Image], source: Source) -> list[int]:
-    """Which to keep: of copies the first, since a table may have a row for each caption.
+def _without_copies(images: Sequence[_Image]) -> list[int]:
+    """Which to keep: of copies the first, since data may have a sample for each caption.
 
     Those of one id that are not the same image stay, and so does a copy with another label.
     """
-    image_of = getattr(source, "image_of", int)
-    first: dict[_Image, int] = {}
+    first: dict[tuple[Any, ...], int] = {}
     for row, image in enumerate(images):
-        first.setdefault(image._replace(place=image_of(image.place)), row)
+        first.setdefault((image.id, image.label, image.pixels), row)
     return list(first.values())
 
 
 def _looked_at(view: View | None, sample: Sample) -> Sample:
-    """With pixels (3, size, size) in place of its image, which it must have if there is a view."""
+    """With pixels (3, size, size) and their digest in place of its image, which it must have if
+    there is a view.
+    """
     rest = {name: value for name, value in sample.items() if name != "image"}
     if view is None:
         return rest
     if "image" not in sample:
         raise DataError("want an image, as the first sample has one, got none", "image")
-    return {**rest, "pixels": view(sample["image"], MIDDLE)}
+    pixels = view(sample["image"], MIDDLE)
+    return {
+        **rest,
+        "pixels": pixels,
+        "digest": hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(),
+    }
 
 
 def first_sound(source: Source, field: str = "id") -> Sample:
@@ -269,8 +279,7 @@ def class_names(source: Source, path: str) -> list[str]:
     if path:
         if not Path(path).is_file():
             raise OptionError(f"classes must be a file with a name a line, {path!r} is not there")
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        given = [line.strip() for line in lines if line.strip()]
+        given = read_lines(Path(path))
         if names and len(names) != len(given):
             raise OptionError(
                 f"classes must be a file with a name for each of the data's {len(names)} classes, "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import DataError, OptionError
+from tilewise.evaluate.report import shortened
 
 COLOURS = ("#0b6e99", "#c8553d", "#5a8f3d", "#c98a1b", "#7a5195", "#6b6b6b")
 INK, PALE = "#333333", "#e3e3e3"
@@ -18,7 +19,12 @@ RIGHT, FOUND = "#2e9e4f", "#ff7f0e"  # frames that must show on any picture
 
 SMOOTHED = 200  # points above which a curve is noise with a median through it
 WINDOW = 101  # widest median, in points
-LABEL_GAP = 0.065  # between names at the ends of curves, as a share of the height
+LINES = ("-", "--", ":", "-.")  # for more curves than colours
+WIDTH, HEIGHT = 8.0, 4.5  # inches of a plot
+LABEL_GAP = 0.29  # inches between names at the ends of curves
+SHORT_NAME = 20  # characters for which a plot has room; each more takes CHARACTER
+CHARACTER = 0.075  # inches
+LONGEST_NAME, LONGEST_TITLE = 60, 64  # characters
 
 Image = Any  # (H, W, 3) uint8, a NumPy array or a CPU tensor
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels of the image
@@ -41,24 +47,28 @@ def plot_curves(
 
     A line of more than 200 points is drawn pale, with its running median over it.
     """
-    figure = _figure(8, 4.5)
+    names = [shortened(name, LONGEST_NAME) for name in series]
+    longest = max(map(len, names), default=0)
+    height = max(HEIGHT, len(names) * LABEL_GAP)
+    figure = _figure(WIDTH + CHARACTER * max(0, longest - SHORT_NAME), height)
     axes = figure.subplots()
     ends = []
-    for i, (name, points) in enumerate(series.items()):
+    for i, (name, points) in enumerate(zip(names, series.values(), strict=True)):
         if not points:
             continue
-        colour = COLOURS[i % len(COLOURS)]
+        colour, line = COLOURS[i % len(COLOURS)], LINES[i // len(COLOURS) % len(LINES)]
         steps, values = map(list, zip(*sorted(points), strict=True))
         if len(values) > SMOOTHED:
             axes.plot(steps, values, color=colour, lw=0.6, alpha=0.25)
             values = _running_median(values)
-        axes.plot(steps, values, "o-" if len(values) <= 30 else "-", color=colour, lw=2, ms=4)
+        marker = "o" if len(values) <= 30 else ""
+        axes.plot(steps, values, color=colour, ls=line, marker=marker, lw=2, ms=4)
         finite = [value for value in values if math.isfinite(value)]
         ends.append((finite[-1] if finite else 0.0, name, colour))
     _dress(axes, title, "step", ylabel)
     axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.margins(x=0.01)
-    _name_ends(axes, ends)
+    _name_ends(axes, ends, LABEL_GAP / height)
     figure.savefig(path)
 
 
@@ -67,7 +77,7 @@ def plot_similarities(path: Path | str, matching: Tensor, other: Tensor, title: 
 
     The less they overlap, the better the encoders.
     """
-    figure = _figure(8, 4.5)
+    figure = _figure(WIDTH, HEIGHT)
     axes = figure.subplots()
     kinds = {"matching pairs": matching, "other pairs": other}
     for name, pairs in kinds.items():
@@ -190,15 +200,16 @@ def _running_median(values: Sequence[float]) -> list[float]:
     return found
 
 
-def _name_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
+def _name_ends(axes: Any, ends: list[tuple[float, str, str]], gap: float) -> None:
     """Names of curves beside where they end, from (last value, name, colour)."""
     low, high = axes.get_ylim()
     ends = sorted(ends)
-    heights = _spread([(value - low) / (high - low) for value, _, _ in ends], LABEL_GAP)
+    heights = _spread([(value - low) / (high - low) for value, _, _ in ends], gap)
     for height, (_, name, colour) in zip(heights, ends, strict=True):
         axes.text(
-            1.015, height, name, color=colour, fontsize=9, va="center", transform=axes.transAxes
-        )
+            1.015, height, name, color=colour, fontsize=9, va="center", transform=axes.transAxes,
+            parse_math=False,
+        )  # fmt: skip
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
@@ -221,7 +232,10 @@ def _spread(heights: list[float], gap: float) -> list[float]:
 
 def _dress(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
     """Names, grid and colours."""
-    axes.set_title(title, color=INK, fontsize=11, weight="bold", loc="left")
+    axes.set_title(
+        shortened(title, LONGEST_TITLE), color=INK, fontsize=11, weight="bold", loc="left",
+        parse_math=False,
+    )  # fmt: skip
     axes.set_xlabel(xlabel, color=INK)
     axes.set_ylabel(ylabel, color=INK)
     axes.grid(color=PALE, lw=0.8)

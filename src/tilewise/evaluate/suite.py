@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.data.decode import read_lines
 from tilewise.data.samples import Source
 from tilewise.data.sources import open_source
 from tilewise.errors import DataError, OptionError
@@ -209,7 +210,7 @@ def templates(config: EvalConfig) -> list[str]:
                 f"templates must be sentences or a file of them, got {given[0]!r}, "
                 "which is not there"
             )
-        given = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        given = read_lines(path)
     return given
 
 
@@ -257,7 +258,7 @@ def _plot_similarities(
     rest = rest[col_ids[other] != row_ids]
     if len(rest):
         plots.plot_similarities(
-            folder / f"similarities-{_plain(name)}.png", matching.cpu(), rest.cpu(), name[-LONGEST:]
+            folder / f"similarities-{_plain(name)}.png", matching.cpu(), rest.cpu(), name
         )
 
 
