@@ -5,13 +5,15 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import tilewise as tw
-from tilewise import autograd, dot_rows
+from tilewise import agreement, autograd, dot_rows
 from tilewise.backends.plan import Plan
 from tilewise.pairs import make_pairs
 
 BACKENDS = ["dense", "chunked"]
+traced = pytest.mark.skipif(not agreement.TRACED, reason="this torch steps around the losses")
 
 
 def unit(n, d=5, dtype=torch.float64, grad=True):
@@ -131,6 +133,8 @@ def test_opcheck(name):
         tests.append("test_autograd_registration")
     if name == "differentiate":
         args = detached(args)
+    if not agreement.TRACED:
+        tests.remove("test_aot_dispatch_dynamic")
     torch.library.opcheck(op, args, test_utils=tests)
 
 
@@ -142,6 +146,42 @@ def test_double_backward_is_our_error(name, frozen):
     (grad,) = torch.autograd.grad(loss, a, create_graph=True)
     with pytest.raises(tw.GradError, match="first derivatives only"):
         grad.sum().backward()
+
+
+def dual(loss, x):
+    with forward_ad.dual_level():
+        loss(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+FORWARD = {
+    "jvp": lambda loss, x: torch.func.jvp(loss, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda loss, x: torch.func.jacfwd(loss)(x),
+    "dual": dual,
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+@pytest.mark.parametrize("name", LOSSES)
+def test_forward_mode_is_refused(name, mode):
+    """Of every argument; it would be 0 in silence."""
+    args = [unit(6, grad=False), unit(9, grad=False), scalar(3.0, grad=False), scalar(1.0)]
+    for i in range(3):
+        with pytest.raises(tw.GradError, match="forward-mode"):
+            FORWARD[mode](lambda x, i=i: LOSSES[name](*args[:i], x, *args[i + 1 :]), args[i])
+    with forward_ad.dual_level():  # of something else
+        LOSSES[name](*args)
+
+
+def test_forward_mode_of_a_weight_or_temperature_is_refused():
+    a, one = unit(6, grad=False), torch.ones((), dtype=torch.float64)
+    for call in (
+        lambda x: tw.clip_loss(a, a, weight=x.expand(6)),
+        lambda x: tw.siglip_loss(a, a, temperature=x),
+        lambda x: tw.clip_loss(a, a, 1.0, bias=x),
+        lambda x: tw.reduce_pairs(a, a, x).rows.values.sum(),
+    ):
+        with pytest.raises(tw.GradError, match="forward-mode"):
+            torch.func.jvp(call, (one,), (one,))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -178,6 +218,7 @@ def same_as_eager(compiled, loss, n, m, layout=lambda x: x):
         assert x.grad is None or torch.allclose(x.grad, y.grad, rtol=1e-12, atol=1e-15)
 
 
+@traced
 @pytest.mark.parametrize("name", LOSSES)
 def test_compile_fullgraph(name):
     torch._dynamo.reset()
@@ -186,6 +227,20 @@ def test_compile_fullgraph(name):
     same_as_eager(compiled, LOSSES[name], 6, 9, transposed)
 
 
+@pytest.mark.parametrize("name", RESIZABLE)
+def test_an_old_compiler_steps_around(name, monkeypatch):
+    monkeypatch.setattr(agreement, "TRACED", False)
+    torch._dynamo.reset()
+    compiled = torch.compile(RESIZABLE[name], backend="aot_eager")
+    same_as_eager(compiled, RESIZABLE[name], 6, 6)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(RESIZABLE[name], fullgraph=True, backend="aot_eager")(
+            unit(6), unit(6), scalar(3.0), scalar(-0.5)
+        )
+
+
+@traced
 @pytest.mark.parametrize("name", RESIZABLE)
 def test_compile_once_for_all_batch_sizes(name):
     """The first size compiles for itself, the second for any; nothing compiles again."""
@@ -199,6 +254,7 @@ def test_compile_once_for_all_batch_sizes(name):
             same_as_eager(compiled, loss, n, n)
 
 
+@traced
 def test_export():
     class Model(torch.nn.Module):
         def forward(self, a, b):

@@ -84,6 +84,20 @@ def test_the_command_fails_on_a_difference(monkeypatch, capsys):
     assert "the ranks do NOT agree" in said
 
 
+def test_ranks_of_slurm(monkeypatch):
+    """Alone they would all agree, each with itself."""
+    told = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0",
+            "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # fmt: skip
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    joined = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **how: joined.append(how))
+    assert check_ring.start(5.0) == torch.device("cpu")
+    assert [(how["rank"], how["world_size"]) for how in joined] == [(1, 2)]
+
+
 def test_wrong_options():
     with pytest.raises(tw.OptionError, match="pairs must be above 0, got 0"):
         check_ring.CheckConfig(pairs=0)

@@ -81,6 +81,14 @@ BAD = {
     "check_values": (lambda: tw.clip_loss(A, B, 1.0, check_values="yes"), tw.DtypeError, "check_values must be True or False, got 'yes'"),
     "module option": (lambda: tw.NTXentLoss(temprature=0.1), tw.OptionError, "nt_xent has no option 'temprature'; did you mean 'temperature'"),
     "open_clip option": (lambda: tw.ClipLoss(smoothing=0.1), tw.OptionError, "clip_loss has no option 'smoothing'"),
+    "scale of an open_clip module": (lambda: tw.ClipLoss(scale=1.0), tw.OptionError, "scale of clip_loss comes with every call"),
+    "temperature of an open_clip module": (lambda: tw.SigLipLoss(temperature=0.1), tw.OptionError, "temperature of siglip_loss comes with every call"),
+    "bias of an open_clip module": (lambda: tw.ClipLoss(bias=1.0), tw.OptionError, "bias of clip_loss comes with every call"),
+    "features of a module": (lambda: tw.InfoNCELoss(query=A), tw.OptionError, "query of info_nce comes with every call"),
+    "two factors of a module": (lambda: tw.SupConLoss(0.1, scale=10.0), tw.OptionError, "both set the same factor"),
+    "device not here": (lambda: tw.clip_loss(A, B, 1.0, device="cuda:99"), tw.DeviceError, "device must be one that is here, got 'cuda:99'"),
+    "device unknown": (lambda: tw.sup_con(A, INT, device="foo"), tw.DeviceError, "device must be one that is here, got 'foo'"),
+    "device number": (lambda: tw.reduce_pairs(A, B, device=1.5), tw.DeviceError, "device must be one that is here, got 1.5"),
     "memory bank": (lambda: tw.NTXentLoss(0.5, 4096), tw.OptionError, "memory_bank_size must be 0, got 4096"),
     "world size": (lambda: tw.ClipLoss(rank=0, world_size=2)(A, B, 1.0), tw.OptionError, "torch.distributed, which is not initialised"),
 }  # fmt: skip
@@ -93,6 +101,16 @@ def test_bad_input(name):
         call()
     assert isinstance(caught.value, tw.TilewiseError)
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("mib", [1e15, 1e300])
+def test_more_memory_than_there_is(mib):
+    """It is a bound: as many bytes as an integer can tell will do."""
+    a = A.clone().requires_grad_()
+    loss = tw.clip_loss(a, B, 1.0, workspace_mib=mib, keep_mib=mib)
+    loss.backward()
+    assert loss == tw.clip_loss(A, B, 1.0)
+    assert tw.explain_keep(A, B, mib).chunks == 0
 
 
 def test_backend_choice_explains_itself():

@@ -40,14 +40,13 @@ class Plain:
         self.clock += 1
         if self.max_age is not None:
             self.held = [x for x in self.held if x[1] > self.clock - self.max_age]
-        new = {i: (i, self.clock, f) for i, f in zip(ids.tolist(), features, strict=True)}
+        new = {}
+        for i, f in zip(ids.tolist(), features, strict=True):
+            new.pop(i, None)  # the last one counts, in its turn
+            new[i] = (i, self.clock, f)
         if self.overwrite:
             self.held = [x for x in self.held if x[0] not in new]
         self.held = (self.held + list(new.values()))[-self.size :]
-
-
-def ages_of(held):
-    return sorted((i, born, tuple(f.tolist())) for i, born, f in held)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -67,14 +66,9 @@ def test_holds_what_a_list_would(where, max_age, overwrite, tmp_path):
         plain.put(features, ids)
         assert len(ours) == len(plain.held)
         born = (ours._clock - ours.ages).tolist()
-        held = list(zip(ours.ids.tolist(), born, ours.features, strict=True))
-        # Of those put at the same time any may have made room.
-        assert sorted(x[1] for x in held) == sorted(x[1] for x in plain.held)
-        if overwrite:
-            assert len({x[0] for x in held}) == len(held)
-        oldest = min((x[1] for x in held), default=0)
-        newer = [[x for x in some if x[1] > oldest] for some in (held, plain.held)]
-        assert ages_of(newer[0]) == ages_of(newer[1])
+        held = list(zip(ours.ids.tolist(), born, ours.features.tolist(), strict=True))
+        in_turn = [held[i] for i in ours._born[: len(ours)].argsort()]
+        assert in_turn == [(i, at, f.tolist()) for i, at, f in plain.held]
 
 
 def test_a_queue_without_ids():
@@ -88,6 +82,16 @@ def test_a_queue_without_ids():
     assert set(queue.negatives()) == {"negatives"}
     with pytest.raises(tw.OptionError, match="always or never"):
         queue.put(unit(2), torch.arange(2))
+
+
+def test_first_in_first_out():
+    """Also where batches do not divide the size."""
+    queue, numbers = tw.Pool(8, 1, dtype=torch.float32), torch.arange(200.0)[:, None]
+    stop = 0
+    for count in (6, 4, 4, 1, 7, 3, 5, 9, 2, 6):
+        queue.put(numbers[stop : stop + count])
+        stop += count
+        assert sorted(queue.features[:, 0].tolist()) == list(range(max(0, stop - 8), stop))
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
@@ -173,6 +177,111 @@ def test_a_file_belongs_to_one_state(tmp_path, monkeypatch):
         tw.Pool(4, D, where="cpu")
 
 
+def noted(path):
+    return path.with_name(path.name + ".json")
+
+
+@pytest.mark.parametrize("size", [3, 100])
+def test_a_refused_file_is_left_as_it_is(size, tmp_path):
+    first = pool(8, tmp_path)
+    first.put(unit(5), torch.arange(5))
+    state, held = first.state_dict(), first.features.clone()
+    del first
+    before = (tmp_path / "pool").read_bytes()
+    with pytest.raises(tw.ShapeError, match="must hold a pool of"):
+        pool(size, tmp_path)
+    assert (tmp_path / "pool").read_bytes() == before
+    again = pool(8, tmp_path)
+    again.load_state_dict(state)
+    assert torch.equal(again.features, held)
+
+
+@pytest.mark.parametrize("left", [None, 16])
+def test_a_file_that_was_deleted_or_cut_short(left, tmp_path):
+    """What is beside it speaks of another one: its features would be 0."""
+    first = pool(8, tmp_path)
+    first.put(unit(5), torch.arange(5))
+    state = first.state_dict()
+    del first
+    if left is None:
+        (tmp_path / "pool").unlink()
+    else:
+        os.truncate(tmp_path / "pool", left)
+    second = pool(8, tmp_path)
+    with pytest.raises(tw.OptionError, match="not as it was then"):
+        second.load_state_dict(state)
+    del second
+    with pytest.raises(tw.OptionError, match="not as it was then"):
+        pool(8, tmp_path).load_state_dict(state)
+
+
+def test_a_disk_without_room(tmp_path, monkeypatch):
+    """Refused when the pool is made: later the system would end the process."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    with pytest.raises(tw.DeviceError, match=f"wants {10**6 * D * 8:,} bytes in .*No space left"):
+        pool(10**6, tmp_path)
+    assert (tmp_path / "pool").stat().st_size == 0
+    monkeypatch.undo()
+    bank = tw.Pool(100, D, dtype=torch.float64, where=tmp_path / "other")
+    assert (tmp_path / "other").stat().st_blocks * 512 >= 100 * D * 8
+    assert len(bank) == 0
+
+
+@pytest.mark.parametrize("text", ["{bad", "[1]", "{}", '{"token": "a"}'])
+def test_a_damaged_note(text, tmp_path):
+    pool(4, tmp_path)
+    gc.collect()
+    noted(tmp_path / "pool").write_text(text)
+    with pytest.raises(tw.DeviceError, match="is damaged; delete both"):
+        pool(4, tmp_path)
+
+
+def test_a_damaged_state_is_refused():
+    bank = pool(6)
+    bank.put(unit(4), torch.arange(4))
+    held, state = bank.features.clone(), bank.state_dict()
+    damages = {
+        "without 'born'": {},
+        "without 'token'": {name: x for name, x in state.items() if name != "token"},
+        r"shape \(4,\), got \(2,\)": {**state, "ids": state["ids"][:2]},
+        r"shape \(4, 6\), got \(4, 1\)": {**state, "features": state["features"][:, :1]},
+        "born of the state must be an integer tensor, got list": {**state, "born": [1, 2]},
+        "of puts up to its clock, 1": {**state, "born": state["born"] * 2},
+        "of another version": {**state, "born": torch.ones(4, dtype=torch.int64)},
+        "up to its clock, None": {**state, "clock": None},
+    }
+    for message, damaged in damages.items():
+        with pytest.raises(tw.TilewiseError, match=message):
+            bank.load_state_dict(damaged)
+        assert torch.equal(bank.features, held)
+    fresh = pool(6)
+    fresh.load_state_dict(pool(6).state_dict())
+    assert len(fresh) == 0
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_overwriting_pool_takes_the_newest_of_copies(in_file, tmp_path):
+    path = tmp_path if in_file else None
+    old = pool(6, path, overwrite=False)
+    for turn in range(3):
+        old.put(unit(2, turn), torch.tensor([7, 8 + turn]))
+    state = old.state_dict()
+    del old
+    new = pool(6, path)
+    new.load_state_dict(state)
+    assert sorted(zip(new.ids.tolist(), new.ages.tolist(), strict=True)) == [
+        (7, 0), (8, 2), (9, 1), (10, 0)
+    ]  # fmt: skip
+    assert torch.equal(new.features[new.ids == 7], unit(2, 2)[:1])
+    if in_file:
+        with pytest.raises(tw.OptionError, match="not as it was then"):
+            new.load_state_dict(state)
+
+
 def test_a_file_is_one_pools(tmp_path):
     """Ranks that name the same file would hold each other's features under their own ids."""
     first = pool(4, tmp_path)
@@ -204,6 +313,36 @@ def test_a_lock_is_not_that_of_processes_forked_off(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def exit_code(body):
+    """Of a process forked off to run it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_process_forked_off_keeps_its_own_files(tmp_path):
+    """The number of the lock is not free there: whoever closes it must not close another file."""
+    held = [pool(4, tmp_path)]
+
+    def write(log):
+        log.write("x")
+        log.flush()
+
+    def body():
+        with (tmp_path / "log").open("w") as log:
+            assert exit_code(lambda: write(log)) == 0
+            held.clear()
+            gc.collect()
+            write(log)
+
+    assert exit_code(body) == 0
 
 
 def test_where_there_are_no_locks(tmp_path, monkeypatch):
@@ -266,6 +405,8 @@ def test_a_pool_that_is_empty_on_one_rank():
         (lambda: pool(4, max_age=0), "above 0"),
         (lambda: pool(4, max_age=1.5), "integer above 0, got 1.5"),
         (lambda: pool(1e3), "size must be an integer"),
+        (lambda: pool(True), "size must be an integer above 0, got True"),
+        (lambda: tw.Pool(4, D, where="/"), "path in a folder"),
         (lambda: pool(np.int64(0)), "size must be an integer above 0"),
         (lambda: tw.Pool(4, 4.0), "dim must be an integer"),
         (lambda: tw.Pool(4, D, device="gpu"), "device must be one that is here, got 'gpu'"),

@@ -337,6 +337,9 @@ def odd_calls(rank):
     chosen = tw.explain_schedule(a, b, **group)
     assert chosen.name == "gather", "few pairs"
     assert chosen == tw.explain_schedule(a, b, sizes=[3, 3], **group)
+    for promised in ({}, {"sizes": [3, 3]}):
+        asked = tw.explain_schedule(a, b, schedule="ring", **promised, **group)
+        assert str(asked) == "ring: asked for by name"
     assert torch.equal(tw.clip_loss(a, b, 5.0), tw.clip_loss(a, b, 5.0, schedule="auto"))
     with pytest.raises(tw.RingError, match="schedule must be one of"):
         tw.clip_loss(a, b, 5.0, schedule="tree", **group)
@@ -352,6 +355,23 @@ def odd_calls(rank):
 
 def test_odd_calls():
     run(odd_calls, 2)
+
+
+def without_keys(rank):
+    """Rank 0 has queries and no keys, which are frozen."""
+    query, key = features(5)
+    query = query[3 * rank : 3 * rank + 3].detach().requires_grad_()
+    loss = tw.info_nce(query, key[: 2 * rank], 5.0, reduction="sum", group=dist.group.WORLD)
+    loss.backward()
+    return query.grad
+
+
+def test_queries_without_keys():
+    query, key = features(5)
+    query.requires_grad_()
+    none = torch.tensor([-1, -1, -1, 0, 1])
+    tw.info_nce(query, key[:2], 5.0, positives=none, reduction="sum").backward()
+    assert (torch.cat(run(without_keys, 2)) / 2 - query.grad).norm() < 1e-12
 
 
 def on_uneven_nodes(rank):
@@ -570,6 +590,8 @@ def mismatched(rank, kind):
         how["weight"] = torch.ones(size, requires_grad=odd)
     if kind == "backend":
         how["backend"] = "fused"
+    if kind == "device" and odd:
+        how["device"] = "cuda:99"
     if kind == "sweep":
         loss = tw.reduce_pairs
         how["positives"] = torch.arange(size - odd)
@@ -603,6 +625,7 @@ MISMATCHES = {
     "decoupled": "same decoupled, got False on rank 0 and True on rank 1",
     "weight": "same weight, got none on rank 0 and given on rank 1",
     "fixed weight": "rank 1 refused: OptionError: weight must not require a gradient",
+    "device": "rank 1 refused: DeviceError: device must be one that is here, got 'cuda:99'",
     "backend": "refused: BackendError: backend 'fused' cannot run",
     "negatives": "same negatives, got none on rank 0 and 2 dimensions on rank 1",
     "bias": "rank 1 refused: OptionError: bias must be finite, got nan",

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
+from tilewise.losses import modules
 from tilewise.reductions import LogSums
 
 BACKENDS = ["dense", "chunked"]
@@ -157,6 +158,41 @@ def test_other_modules():
     assert torch.equal(plain(*long), tw.nt_xent(*long, temperature=0.2))
 
 
+def test_modules_have_one_factor():
+    """scale and temperature are two names of it; that of a batch counts."""
+    a, b, labels = unit(6), unit(6), torch.arange(6) // 2
+    calls = (
+        (tw.InfoNCELoss, tw.info_nce, (a, b), 1 / 0.07),
+        (tw.NTXentLoss, tw.nt_xent, (a, b), 2.0),
+        (tw.SupConLoss, tw.sup_con, (a, labels), 10.0),
+    )
+    for module, loss, args, default in calls:
+        right = loss(*args, 20.0)
+        assert torch.allclose(module(scale=20.0)(*args), right)
+        assert torch.allclose(module(0.3)(*args, scale=torch.tensor(20.0).double()), right)
+        assert torch.allclose(module(scale=3.0)(*args, temperature=0.05), right)
+        assert torch.allclose(module(0.05)(*args, scale=None), right)
+        assert torch.allclose(module()(*args), loss(*args, default))
+
+
+def test_a_pool_is_not_normalised_again(monkeypatch):
+    """It holds unit vectors, and is too large to be copied every step."""
+    a, b, bank = unit(6), unit(6), tw.Pool(20, 8, dtype=torch.float64)
+    bank.put(unit(15))
+    seen = []
+
+    def spy(query, key, negatives, **options):
+        seen.append(negatives)
+        return tw.info_nce(query, key, negatives=negatives, **options)
+
+    monkeypatch.setattr(modules, "info_nce", spy)
+    module = tw.InfoNCELoss()
+    loss = module(7 * a, 3 * b, **bank.negatives())
+    assert torch.allclose(loss, tw.info_nce(a, b, negatives=bank.features))
+    module(a, b, negatives=bank.features)
+    assert [x.data_ptr() == bank.features.data_ptr() for x in seen] == [True, False]
+
+
 def test_stats_are_the_log_sum_exp():
     a, b = unit(7), unit(9)
     z = 30 * a @ b.T
@@ -199,6 +235,23 @@ def test_infinite_own_negatives_show_in_the_loss():
     query, hard = unit(3).abs(), unit(6).unflatten(0, (3, 2)).clone()
     hard[0, 0, 0] = -torch.inf
     assert not tw.info_nce(query, unit(3), 5.0, negatives=hard).isfinite()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"decoupled": True}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("own", [False, True])
+def test_negatives_of_rows_without_a_positive_show_in_the_loss(own, backend, options, value):
+    """Such a row is not counted; but one that is not finite must not vanish with it."""
+    query, hard = unit(4), (unit(8).unflatten(0, (4, 2)) if own else unit(5)).clone()
+    how = {"negatives": hard, "backend": backend, **options}
+    few, none = unit(3), torch.full((4,), tw.NO_POSITIVE)
+    right = tw.info_nce(query[:3], few, 5.0, **{**how, "negatives": hard[:3] if own else hard})
+    assert torch.allclose(tw.info_nce(query, few, 5.0, **how), right)
+    assert tw.info_nce(query, unit(4), 5.0, positives=none, **how) == 0
+    hard[3, 0] = value
+    assert not tw.info_nce(query, few, 5.0, **how).isfinite()
+    assert not tw.info_nce(query, unit(4), 5.0, positives=none, **how).isfinite()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

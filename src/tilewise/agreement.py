@@ -15,6 +15,9 @@ from tilewise.errors import OptionError, RingError, TilewiseError
 from tilewise.options import SweepOptions, make_plan
 from tilewise.pairs import Pairs, check_values, make_pairs
 
+# Whether Dynamo can follow a loss. That of torch 2.8 gets lost in named tuples; 2.11 is the oldest
+# that was seen to follow.
+TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 # How many times the workspace gathered columns and their gradients may take.
 GATHER_ROOM = 4
 
@@ -44,13 +47,14 @@ def together(loss: Callable[Args, Result]) -> Callable[Args, Result]:
     @functools.wraps(loss)
     def choose(*args: Args.args, **options: Args.kwargs) -> Result:
         # Within another call, that one speaks for both.
-        if options.get("group") is None or groups.calling.get() is not None:
-            return loss(*args, **options)
-        if torch.compiler.is_compiling():  # what goes round is nothing for a compiler
-            opaque: Any = torch.compiler.disable(run)
+        alone = options.get("group") is None or groups.calling.get() is not None
+        how = loss if alone else run
+        # What goes round is nothing for a compiler, and an old one cannot follow the rest.
+        if torch.compiler.is_compiling() and not (alone and TRACED):
+            opaque: Any = torch.compiler.disable(how)
             result: Result = opaque(*args, **options)
             return result
-        return run(*args, **options)
+        return how(*args, **options)
 
     return choose
 
@@ -75,7 +79,7 @@ def _said(name: str, given: dict[str, Any]) -> dict[str, object]:
 
 def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     """The plan for all ranks, once they agree on what is to be done."""
-    group, sizes = how.get("group"), how.get("sizes")
+    group = how.get("group")
     if group is None:
         for name, silent in (("sizes", None), ("schedule", "auto")):
             if how.get(name, silent) != silent:
@@ -96,20 +100,31 @@ def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
         )
     # What is kept for the backward would be of some columns only.
     plan = plan._replace(group=groups.name_of(group), keep_bytes=0)
-    asked = how.get("schedule", "auto")
+    agreed = _agreed(how, pairs, plan)
+    name = _schedule(how, pairs, plan, agreed).name
+    ways = {"ring": [0] * len(agreed.nodes), "two-level": agreed.nodes, "gather": []}
+    return plan._replace(sizes=agreed.sizes, nodes=ways[name if any(agreed.sizes) else "ring"])
+
+
+def _agreed(how: SweepOptions, pairs: Pairs, plan: Plan) -> groups.Agreed:
+    """How many columns each rank has, and its node: as they say, or as the caller promises."""
+    group, sizes, own = how["group"], how.get("sizes"), pairs.shape[1]
     if sizes is None:
-        facts = {**_facts(pairs, plan), "schedule": asked}
-        sizes, nodes = groups.agree(group, facts, pairs.shape[1])
-    else:
-        groups.check_sizes(group, sizes, pairs.shape[1])
-        nodes = groups.nodes_of(group)
-    why = costs.refusal(asked, nodes)
+        facts = {**_facts(pairs, plan), "schedule": how.get("schedule", "auto")}
+        return groups.agree(group, facts, own)
+    groups.check_sizes(group, sizes, own)
+    return groups.Agreed(list(sizes), groups.nodes_of(group))
+
+
+def _schedule(how: SweepOptions, pairs: Pairs, plan: Plan, agreed: groups.Agreed) -> costs.Schedule:
+    """The one that is asked for, or the best."""
+    asked = how.get("schedule", "auto")
+    if asked == "auto":
+        return _choose(pairs, plan, *agreed)
+    why = costs.refusal(asked, agreed.nodes)
     if why is not None:
         raise OptionError(f"schedule={asked!r} cannot be had: {why}; use schedule='auto'")
-    if asked == "auto":
-        asked = _choose(pairs, plan, sizes, nodes).name
-    ways = {"ring": [0] * len(nodes), "two-level": nodes, "gather": []}
-    return plan._replace(sizes=list(sizes), nodes=ways[asked if any(sizes) else "ring"])
+    return costs.Schedule(asked, "asked for by name")
 
 
 def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]) -> costs.Schedule:
@@ -135,6 +150,10 @@ def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) ->
     """How `clip_loss` of such features would send columns round a group, and why.
 
     All ranks must ask; with `sizes` only the first time that the group is used.
+
+    Args:
+        rows, cols: this rank's features (N, D) and (M, D); N and M may be 0.
+        how: `group`, and what else the loss would be given; see docs/api.md.
     """
     pairs = make_pairs(
         rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False, empty=True
@@ -142,11 +161,7 @@ def explain_schedule(rows: Tensor, cols: Tensor, **how: Unpack[SweepOptions]) ->
     if how.get("group") is None:
         raise OptionError("group must be given to say how its ranks talk; got None")
     plan = make_plan(how, "logsumexp", True, False)
-    sizes, nodes = how.get("sizes"), None
-    if sizes is None:
-        sizes, nodes = groups.agree(how["group"], _facts(pairs, plan), pairs.shape[1])
-    groups.check_sizes(how["group"], sizes, pairs.shape[1])
-    return _choose(pairs, plan, sizes, nodes or groups.nodes_of(how["group"]))
+    return _schedule(how, pairs, plan, _agreed(how, pairs, plan))
 
 
 def _facts(pairs: Pairs, plan: Plan) -> dict[str, object]:

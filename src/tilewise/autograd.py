@@ -254,7 +254,7 @@ def no_second_derivative(ctx: Any, *upstream: Tensor | None) -> tuple[None, ...]
 _differentiate.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
-# attend: row stats (5, N) over frozen columns, the mean column (N, D) of each row, and its product
+# attend: row stats (k, N) over frozen columns, the mean column (N, D) of each row, and its product
 # with the row (N,)
 
 
@@ -270,9 +270,10 @@ def attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @attend.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = _parse(args).pairs
+    pairs, plan, _ = _parse(args)
+    n = pairs.shape[0]
     mean = pairs.rows.new_empty(pairs.rows.shape, dtype=pairs.dtype)
-    return mean.new_empty(5, pairs.shape[0]), mean, mean.new_empty(pairs.shape[0])
+    return mean.new_empty(rounds.num_stats(plan), n), mean, mean.new_empty(n)
 
 
 @torch.library.custom_op(

@@ -1,12 +1,11 @@
 """Whether a group of ranks computes what one process does, and how fast its links are.
 
-Started on every rank by torchrun, on any cluster. All schedules are compared with one process in
-float64, on uneven ranks; then steps are timed against their arithmetic alone and their messages
-alone.
+Started on every rank by torchrun or SLURM, on any cluster. All schedules are compared with one
+process in float64, on uneven ranks; then steps are timed against their arithmetic alone and their
+messages alone.
 """
 
 import datetime
-import os
 import socket
 import statistics
 import time
@@ -23,6 +22,7 @@ from torch.nn import functional
 import tilewise
 from tilewise import explain_schedule
 from tilewise.errors import OptionError
+from tilewise.train import setup
 
 TOLERANCE = 1e-10  # relative, in float64
 SCALE = 10.0
@@ -97,19 +97,17 @@ class Report(NamedTuple):
 
 
 def start(timeout_s: float) -> torch.device:
-    """Join the group that torchrun describes, or a group of one; the device of this rank."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        init = partial(dist.init_process_group, init_method="env://")
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        init = partial(dist.init_process_group, rank=0, world_size=1, store=store)
-    init("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    return device
+    """Join the others that torchrun or SLURM started, or a group of one; this rank's device."""
+    ranks = setup.start("auto", timeout_s)
+    if ranks.world == 1:
+        dist.init_process_group(
+            "nccl" if ranks.device.type == "cuda" else "gloo",
+            rank=0,
+            world_size=1,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    return ranks.device
 
 
 def is_first() -> bool:

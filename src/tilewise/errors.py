@@ -14,7 +14,7 @@ class DtypeError(TilewiseError, TypeError):
 
 
 class DeviceError(TilewiseError, ValueError):
-    """Tensors of one call live on different devices."""
+    """Tensors of one call live on different devices, or a device or place cannot be had."""
 
 
 class OptionError(TilewiseError, ValueError):

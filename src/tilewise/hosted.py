@@ -159,13 +159,7 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
     like = next(iter(rows.values())).new_empty(0)
     every_col = torch.cat([cols[start] for start in sorted(cols)], 1) if wanted else like
     every_row = torch.cat([rows[start] for start in sorted(rows)], 1)
-    return Swept(every_row, every_col, _by_visit(memos), like.clone())
-
-
-def _by_visit(memos: list[Tensor]) -> Tensor:
-    """One after the other, 0s for those of blocks without pairs."""
-    largest = max(memos, key=Tensor.numel)
-    return torch.stack([memo if memo.numel() else torch.zeros_like(largest) for memo in memos])
+    return Swept(every_row, every_col, rounds.by_visit(memos), like.clone())
 
 
 def differentiate(

@@ -52,8 +52,13 @@ def make_plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> P
     check_choice("schedule", how.get("schedule", "auto"), ("auto", *SCHEDULES))
     precision = how.get("precision", "exact")
     check_choice("precision", precision, PRECISIONS)
-    workspace_bytes = int(workspace_mib * 2**20)
-    return Plan(reduction, columns, sums, backend, workspace_bytes, check_values, precision)
+    workspace = bytes_of(workspace_mib)
+    return Plan(reduction, columns, sums, backend, workspace, check_values, precision)
+
+
+def bytes_of(mib: float) -> int:
+    """In bytes, but no more than the integers of an op can hold."""
+    return int(min(mib * 2**20, 2**62))
 
 
 def _check_keep(keep_mib: float | str) -> None:

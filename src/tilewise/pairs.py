@@ -6,8 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from tilewise.errors import DeviceError, DtypeError, OptionError, ShapeError
+from tilewise.errors import DeviceError, DtypeError, GradError, OptionError, ShapeError
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -139,7 +140,7 @@ def _both_or_none(
 
 def beside(features: Tensor, device: Device) -> Tensor:
     """What scalars and vectors must be like: the features, or something where they are computed."""
-    return features if device is None else features.new_empty(0, device=device)
+    return features if device is None else features.new_empty(0, device=checked_device(device))
 
 
 def _moved(marks: Any, like: Tensor, device: Device) -> Any:
@@ -180,6 +181,20 @@ def check_features(name: str, features: Tensor, dims: int = 2, empty: bool = Fal
     if 0 in features.shape[1 if empty else 0 :]:
         raise ShapeError(
             f"{name} must not be empty, got shape {tuple(features.shape)}; skip an empty batch"
+        )
+    _check_tangent(name, features)
+
+
+def _check_tangent(name: str, x: Tensor) -> None:
+    """Raise on a forward-mode derivative, which would be lost: the result would have none."""
+    # First what costs nothing: outside of a dual level nothing has one.
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise GradError(
+            f"the sweep has reverse-mode derivatives only, got {name} with a forward-mode one "
+            "(torch.func.jvp, jacfwd, a dual tensor); use backward, or plain PyTorch for a small "
+            "batch"
         )
 
 
@@ -231,6 +246,7 @@ def as_scalar(name: str, value: float | Tensor, like: Tensor) -> Tensor:
         if value.dtype not in FLOAT_DTYPES:
             raise DtypeError(f"{name} must be a floating tensor, got {value.dtype}; cast it")
         check_device(name, value, "the features", like)
+        _check_tangent(name, value)
         if is_readable(value) and not bool(torch.isfinite(value).all()):
             raise OptionError(
                 f"{name} must be finite, got {float(value)}; clamp it or lower the learning rate"
@@ -250,7 +266,7 @@ def checked_device(device: Device) -> torch.device:
     """A device that is here, with its index: "cuda" is the current one."""
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
 
 

@@ -4,21 +4,20 @@ They are on the device, in pinned host memory or in a memory-mapped file, and pa
 further columns: the data that a loss sees is no longer bounded by the data that it trains on.
 """
 
-import gc
-import importlib
-import json
 import numbers
-import os
 import secrets
-import weakref
 from pathlib import Path
-from typing import IO, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import DeviceError, OptionError, ShapeError
+from tilewise import poolfile
+from tilewise.errors import OptionError, ShapeError
 from tilewise.pairs import FLOAT_DTYPES, Device, check_features, check_marks, checked_device
+
+TURNS = 2**32  # more than a put has samples
+STATE = ("born", "ids", "dim", "clock", "named", "token")
 
 
 class Negatives(TypedDict, total=False):
@@ -39,7 +38,8 @@ class Pool:
 
     Samples are told apart by ids: one that is put again takes the place of its older self, and a
     loss that knows the batch's ids leaves a query's own copies out. Without ids it is a queue. What
-    it holds must not change between a loss and its backward. Several ranks have one each,
+    it holds must not change between a loss and its backward. `InfoNCELoss` normalises what it is
+    given, but not what is in a pool: put unit vectors into it. Several ranks have one each,
     and `info_nce(..., group=group)` lets all of them go round.
 
     Args:
@@ -65,27 +65,26 @@ class Pool:
     ) -> None:
         last = 1 if max_age is None else max_age
         for name, number in {"size": size, "dim": dim, "max_age": last}.items():
-            if not isinstance(number, numbers.Integral) or number < 1:
+            whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+            if not whole or number < 1:
                 raise OptionError(f"{name} must be an integer above 0, got {number!r}")
         if dtype not in FLOAT_DTYPES:
             raise OptionError(f"dtype must be a floating one, got {dtype}")
         self.size, self.dim, self.max_age, self.overwrite = size, dim, max_age, overwrite
         self.device = checked_device(device)
-        self.path = None if where in ("device", "host") else _checked_path(where)
-        self._lock = None if self.path is None else _locked(self.path)
-        self._features = _memory(size, dim, dtype, self.path or str(where), self.device)
-        known = {key: x for key, x in self._noted().items() if key != "token"}
-        if known not in ({}, _facts(self._features)):
-            raise ShapeError(
-                f"the file {self.path} must hold a pool of {_facts(self._features)}, got {known}; "
-                "name another file, or delete it"
-            )
-        # Of every place: when it was filled, and by which sample.
+        self._file: poolfile.PoolFile | None = None
+        if where == "device":
+            self._features = torch.zeros(size, dim, dtype=dtype, device=self.device)
+        elif where == "host":
+            pinned = self.device.type == "cuda"
+            self._features = torch.zeros(size, dim, dtype=dtype, pin_memory=pinned)
+        else:
+            self._file = poolfile.PoolFile(where, (size, dim), dtype)
+            self._features = self._file.features
+        # Of every place: by which sample it was filled, and when: TURNS times the put, and its turn
+        # in that.
         self._born, self._ids = torch.zeros(2, size, dtype=torch.int64, device=self.device)
         self._count, self._clock = 0, 0
-        self._token = ""
-        if not known:
-            self._note("")
         self._named: bool | None = None  # whether samples have ids, once that is known
 
     def __len__(self) -> int:
@@ -104,13 +103,24 @@ class Pool:
     @property
     def ages(self) -> Tensor:
         """How many `put`s ago each came (K,)."""
-        return torch.sub(self._clock, self._born[: self._count])
+        return torch.sub(self._clock, self._born[: self._count] // TURNS)
+
+    @property
+    def path(self) -> Path | None:
+        """The file that it is in, if it is in one."""
+        return None if self._file is None else self._file.path
+
+    @staticmethod
+    def is_path(where: Any) -> bool:
+        """Whether `where` is meant as a path: a bare word may be a misspelt place."""
+        return poolfile.is_path(where)
 
     def negatives(self) -> Negatives:
         """What `info_nce` takes: `info_nce(query, key, scale, ids=ids, **pool.negatives())`."""
         if self._named is None:
             return {}
         found: Negatives = {"negatives": self.features}
+        found["negatives"].of_a_pool = True  # type: ignore[attr-defined] # see InfoNCELoss
         if self.ids is not None:
             found["negative_ids"] = self.ids
         if self._features.device != self.device:
@@ -137,7 +147,7 @@ class Pool:
         self._named = ids is not None
         if self.max_age is not None:
             self._note("")  # what stays may move
-            self._drop(self._born[: self._count] <= self._clock - self.max_age)
+            self._drop(self._born[: self._count] // TURNS <= self._clock - self.max_age)
         if ids is not None:
             ids = ids.to(self.device, torch.int64)
             last = _last_of_each(ids)
@@ -149,7 +159,7 @@ class Pool:
         self._features[places.to(self._features.device)] = features.detach().to(
             self._features.device, self._features.dtype
         )
-        self._born[places] = self._clock
+        self._born[places] = TURNS * self._clock + torch.arange(len(places), device=self.device)
         if ids is not None:
             self._ids[places] = ids
         self._note(secrets.token_hex(8))
@@ -157,7 +167,7 @@ class Pool:
     def _places(self, count: int, ids: Tensor | None) -> Tensor:
         """Where samples go (count,): over their older selves, where there is room, over the oldest.
 
-        The clock of places that are taken is set, so that none is taken twice.
+        Places that are taken are made the newest, so that none is taken twice.
         """
         places = torch.full((count,), -1, device=self.device)
         if ids is not None and self.overwrite and count and self._count:
@@ -165,11 +175,11 @@ class Pool:
             at = torch.searchsorted(known, self._ids[: self._count]).clamp(max=count - 1)
             (held,) = (known[at] == self._ids[: self._count]).nonzero(as_tuple=True)
             places[order[at[held]]] = held
-            self._born[held] = self._clock
+            self._born[held] = TURNS * self._clock
         (new,) = (places < 0).nonzero(as_tuple=True)
         room = min(len(new), self.size - self._count)
         places[new[:room]] = self._count + torch.arange(room, device=self.device)
-        self._born[self._count : self._count + room] = self._clock
+        self._born[self._count : self._count + room] = TURNS * self._clock
         self._count += room
         if len(new) > room:
             places[new[room:]] = self._born.topk(len(new) - room, largest=False).indices
@@ -199,121 +209,73 @@ class Pool:
             parts["features"] = self._features
         held = {name: x[: self._count].cpu().clone() for name, x in parts.items()}
         facts = {"dim": self.dim, "clock": self._clock, "named": self._named}
-        return {**held, **facts, "token": self._token}
+        return {**held, **facts, "token": "" if self._file is None else self._file.token}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the state of a pool that was no larger.
 
-        That of a pool in a file needs the file as it was when the state was taken.
+        That of a pool in a file needs the file as it was when the state was taken. Of samples that
+        are in it several times, as `overwrite=False` leaves them, an overwriting pool takes the
+        newest.
         """
-        count, dim = len(state["born"]), state["dim"]
-        if count > self.size or dim != self.dim:
-            raise ShapeError(
-                f"the state must fit a pool of {self.size} x {self.dim}, got {count} x {dim}"
-            )
+        count = _checked_count(state, self.size, self.dim)
         if "features" in state:
             self._note("")
             self._features[:count] = state["features"].to(self._features)
-        elif not state["token"] or self._noted().get("token") != state["token"]:
+            self._note(secrets.token_hex(8))
+        elif self._file is None or not state["token"] or self._file.token != state["token"]:
             raise OptionError(
                 "the state is of a pool in a file, and the features are not in it; got "
                 f"{self.path or 'no file'}, which is not as it was then: put to since, "
-                "interrupted, or another file"
+                "interrupted, cut short, or another file"
             )
         self._count, self._clock, self._named = count, state["clock"], state["named"]
         self._born[:count], self._ids[:count] = (
             state[name].to(self.device) for name in ("born", "ids")
         )
-        self._note(state["token"] if "features" not in state else secrets.token_hex(8))
+        if self._named and self.overwrite:
+            self._drop_older_selves()
+
+    def _drop_older_selves(self) -> None:
+        order = self._born[: self._count].argsort()
+        older = torch.ones_like(order, dtype=torch.bool)
+        older[order[_last_of_each(self._ids[order])]] = False
+        if older.any():
+            self._note("")
+            self._drop(older)
+            self._note(secrets.token_hex(8))
 
     def _note(self, token: str) -> None:
-        """Write down beside a file what is in it, by a token that every change makes anew."""
-        self._token = token
-        if self.path is not None:
-            new = _beside(self.path).with_suffix(".new")
-            new.write_text(json.dumps({"token": token, **_facts(self._features)}))
-            new.replace(_beside(self.path))
-
-    def _noted(self) -> dict[str, Any]:
-        """What was written down beside the file."""
-        if self.path is None or not _beside(self.path).exists():
-            return {}
-        found: dict[str, Any] = json.loads(_beside(self.path).read_text())
-        return found
+        """Of which state a file is from now on, if there is one."""
+        if self._file is not None:
+            self._file.note(token)
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _facts(features: Tensor) -> dict[str, Any]:
-    return {"shape": list(features.shape), "dtype": str(features.dtype)}
-
-
-def _checked_path(where: Any) -> Path:
-    """A path that is meant as one: no word that may be a misspelt place."""
-    word = isinstance(where, str) and Path(where).name == where and not Path(where).suffix
-    if not isinstance(where, (str, Path)) or word or not Path(where).parent.is_dir():
-        raise DeviceError(
-            "where must be 'device', 'host' or a path in a folder that is there (./NAME for one "
-            f"here), got {where!r}"
+def _checked_count(state: dict[str, Any], size: int, dim: int) -> int:
+    """How many samples a state holds, if it is whole and fits a pool."""
+    missing = [name for name in STATE if name not in state]
+    if missing:
+        raise OptionError(f"the state must be of Pool.state_dict, got one without {missing[0]!r}")
+    born, clock = state["born"], state["clock"]
+    count = born.numel() if isinstance(born, Tensor) else 0
+    if count > size or state["dim"] != dim:
+        raise ShapeError(
+            f"the state must fit a pool of {size} x {dim}, got {count} x {state['dim']}"
         )
-    path = Path(where)
-    if path.exists() and path.stat().st_size and not _beside(path).exists():
-        raise DeviceError(
-            f"the file {path} is there and is no pool: nothing beside it says so; name another"
+    for name in ("born", "ids"):
+        check_marks(f"{name} of the state", state[name], (count,), state[name])
+    if "features" in state:
+        check_features("features of the state", state["features"], empty=True)
+        if state["features"].shape != (count, dim):
+            got = tuple(state["features"].shape)
+            raise ShapeError(f"features of the state must have shape {(count, dim)}, got {got}")
+    puts = born // TURNS
+    if not isinstance(clock, int) or bool(((puts < 1) | (puts > clock)).any()):
+        raise OptionError(
+            f"born of the state must be of puts up to its clock, {clock!r}; it is damaged, or of "
+            "another version"
         )
-    return path
-
-
-def _locked(path: Path) -> IO[bytes]:
-    """The file, open and locked for as long as it stays open."""
-    file = path.open("ab")
-    if not _is_locked(file):
-        gc.collect()  # a pool that nobody has any more may not have been taken away yet
-        if not _is_locked(file):
-            raise DeviceError(
-                f"the file {path} is another pool's, here or in another process; name one file "
-                "for each pool and rank, or delete that pool first"
-            )
-    return file
-
-
-def _is_locked(file: IO[bytes]) -> bool:
-    """Whether it is this one's now; where there are no locks nobody is kept out."""
-    try:
-        fcntl = importlib.import_module("fcntl")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ModuleNotFoundError, OSError):  # Windows; some network file systems
-        return True
-    _LOCKED.add(file)
-    return True
-
-
-_LOCKED = weakref.WeakSet[IO[bytes]]()
-
-
-def _unlock_in_child() -> None:
-    """A process that is forked off, to load data, must not hold the lock when this one is gone."""
-    for file in list(_LOCKED):
-        os.close(file.fileno())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock_in_child)
-
-
-def _memory(
-    size: int, dim: int, dtype: torch.dtype, where: Path | str, device: torch.device
-) -> Tensor:
-    if where == "device":
-        return torch.zeros(size, dim, dtype=dtype, device=device)
-    if where == "host":
-        return torch.zeros(size, dim, dtype=dtype, pin_memory=device.type == "cuda")
-    mapped = torch.from_file(str(where), shared=True, size=size * dim, dtype=dtype)
-    return mapped.view(size, dim)
+    return count
 
 
 def _last_of_each(ids: Tensor) -> Tensor:

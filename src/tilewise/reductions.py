@@ -252,7 +252,7 @@ def merged(a: Tensor, b: Tensor) -> Tensor:
 
 
 def merge_stats(total: Tensor, more: Tensor) -> Tensor:
-    """The same, in the place of the first."""
+    """`merged`, written into `total`."""
     return total.copy_(merged(total, more))
 
 

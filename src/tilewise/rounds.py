@@ -43,7 +43,7 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
         visit.found = swept.cols.t() if columns else None
     assert rows is not None
     cols = rows.new_empty(0) if carry is None else _home(carry, like.dtype).t().contiguous()
-    return Swept(rows, cols, _join(memos), kept)
+    return Swept(rows, cols, memos[0] if len(memos) == 1 else by_visit(memos), kept)
 
 
 def _reduce(pairs: Pairs, plan: Plan) -> Swept:
@@ -267,9 +267,7 @@ def _vectors(pairs: Pairs, visit: Visit) -> tuple[Tensor, Tensor]:
     return more[0].t().contiguous(), more[1].t().contiguous()
 
 
-def _join(memos: list[Tensor]) -> Tensor:
-    """What the backend wants to know again: as it is, or by visit, 0s of those without pairs."""
-    if len(memos) == 1:
-        return memos[0]
-    size = max(len(memo) for memo in memos)
-    return torch.stack([memo if len(memo) else memo.new_zeros(size) for memo in memos])
+def by_visit(memos: list[Tensor]) -> Tensor:
+    """What the backend wants to know again, of each visit, 0s of those without pairs."""
+    largest = max(memos, key=Tensor.numel)
+    return torch.stack([memo if memo.numel() else torch.zeros_like(largest) for memo in memos])

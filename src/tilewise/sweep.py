@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tilewise import autograd, backends
+from tilewise import autograd, backends, measure
 from tilewise.agreement import together, with_group
 from tilewise.backends import fused
 from tilewise.backends.plan import Plan, Swept
 from tilewise.entropy import entropy
 from tilewise.errors import OptionError
-from tilewise.options import SweepOptions, make_plan
+from tilewise.options import SweepOptions, bytes_of, make_plan
 from tilewise.pairs import (
     Both,
     Pairs,
@@ -72,8 +72,8 @@ def reduce_pairs(
             and softplus(-z) over positives.
         columns: whether the columns are reduced too, in the same sweep.
         sums: whether sums and counts of the negatives are wanted, for label smoothing.
-        how: backend, workspace_mib, keep_mib, check_values, precision, group, sizes and schedule,
-            see `SweepOptions`.
+        how: backend, device, group, workspace_mib and others, as every loss takes them: the table
+            in docs/api.md, or `SweepOptions`.
 
     Returns:
         Stats of the rows (N,) and of the columns (M,), differentiable once in rows, cols, scale
@@ -145,13 +145,14 @@ def weigh_pairs(
     """Sum over i of weight_i * (softplus sum of row i), gradients computed in the same sweep.
 
     Like `(weight * reduce_pairs(..., reduction="softplus").rows.values).sum()` at three products
-    instead of four: the weights (N,) are known before the sweep, so nothing is recomputed.
+    instead of four: the weights (N,) are known before the sweep, so nothing is recomputed. The
+    other arguments are those of `reduce_pairs`.
     """
-    together = how.get("group") is not None
-    check_features("cols", cols, empty=together)
+    empty = how.get("group") is not None
+    check_features("cols", cols, empty=empty)
     pairs = make_pairs(
         rows, cols, (scale, bias), positives=positives, ids=ids, labels=labels, skip_self=False,
-        empty=together, device=how.get("device"),
+        empty=empty, device=how.get("device"),
     )  # fmt: skip
     weight = check_weight(weight, pairs.shape[0], beside(pairs.rows, how.get("device")))
     plan = with_group(make_plan(how, "softplus", False, False), how, pairs)
@@ -185,7 +186,7 @@ def _reduce(pairs: Pairs, plan: Plan) -> Swept:
 
 def _keep_bytes(keep_mib: float | str, pairs: Pairs, plan: Plan) -> int:
     if keep_mib != "auto":
-        return int(float(keep_mib) * 2**20)
+        return bytes_of(float(keep_mib))
     if pairs.device.type != "cuda":
         return 0
     if torch.compiler.is_compiling():
@@ -193,13 +194,10 @@ def _keep_bytes(keep_mib: float | str, pairs: Pairs, plan: Plan) -> int:
             "keep_mib='auto' asks the device for its free memory, which a compiled graph cannot; "
             "pass a number"
         )
-    device = pairs.device
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + cached
     n, m, d = pairs.shape
     # What forward and backward take beside it; and a tenth for the caller's own.
     own = plan.workspace_bytes + (n * pairs.rows.element_size() + 4 * m) * d
-    return max(0, int(0.9 * free) - own)
+    return max(0, int(0.9 * measure.free_bytes(pairs.device)) - own)
 
 
 def _frozen(pairs: Pairs) -> bool:
@@ -235,6 +233,10 @@ def explain_keep(rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"]) 
 
     Chunks are of 8,192 rows. The same number of them gives the same bits. The other losses, labels
     and label smoothing keep none.
+
+    Args:
+        rows, cols: features (N, D) and (M, D).
+        keep_mib: the budget, or "auto" for what the device has free.
     """
     pairs = make_pairs(
         rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False
@@ -249,7 +251,7 @@ def explain_keep(rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"]) 
 
 
 def explain_backend(features: Tensor, backend: str = "auto") -> backends.Choice:
-    """Which backend a loss on such features takes, and why the others were passed over.
+    """Which backend a loss on such features (N, D) takes, and why the others were passed over.
 
     >>> print(explain_backend(torch.zeros(8, 4)))
     fused: passed over, it needs a CUDA or ROCm device, got cpu

@@ -141,7 +141,8 @@ def pull_rows(pairs: Pairs, mean: Tensor, product: Tensor, d_stats: Tensor) -> T
     d_rows, d_scale = narrow(mean, pairs.rows.dtype), (d_value.to(exact) * product).sum()
     for span in row_spans(mean):
         pull = torch.zeros_like(mean[span])
-        if pairs.kind != "none":
+        # A rank may have rows and no columns of its own, among which its positives would be.
+        if pairs.kind != "none" and pairs.shape[1]:
             column, present = positive_columns(pairs, span)
             positive = pairs.columns[column.to(pairs.columns.device)].to(mean.device)
             pull = (d_positive[span] * present)[:, None] * positive

@@ -44,12 +44,16 @@ def clip_loss(
         image, text: features (N, D) each, usually of unit length; image i belongs to text i.
         scale, temperature: the factor on the cosines (already exponentiated), or its inverse;
             1 / 0.07 by default.
+        bias: added to every logit; it cancels in a softmax: loss unchanged, its gradient 0.
         ids: pairs of equal ids are not negatives (duplicates); (N,), or (image ids, text ids).
-        labels: pairs of equal labels are positives; each direction takes the mean over them.
+        labels: pairs of equal labels are positives; each direction takes the mean over them. As
+            `ids`.
         weight: (N,) weight of each pair in the sum and the mean.
         label_smoothing: share of the target spread over all pairs that count.
         decoupled: leave the positives out of the logsumexp.
         reduction: "mean", "sum" or "none".
+        how: backend, device, group, workspace_mib and others, as every loss takes them: the table
+            in docs/api.md, or `SweepOptions`.
 
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).

@@ -65,6 +65,7 @@ def info_nce(
         query, key: features (N, D) and (M, D), usually of unit length. A query beyond the last
             key has no positive and is not counted.
         scale, temperature: the factor on the cosines, or its inverse; 1 / 0.07 by default.
+        bias: added to every logit; it cancels in a softmax: loss unchanged, its gradient 0.
         positives: (N,) index of each query's key where they are not aligned; NO_POSITIVE for none.
             With a group it counts from this rank's first key.
         negatives: hard negatives, (K, D) shared by all queries (and all ranks of a group), or
@@ -76,6 +77,8 @@ def info_nce(
         label_smoothing: share of the target spread over all pairs that count.
         decoupled: leave the positives out of the logsumexp.
         reduction: "mean", "sum" or "none".
+        how: backend, device, group, workspace_mib and others, as every loss takes them: the table
+            in docs/api.md, or `SweepOptions`.
 
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
@@ -190,11 +193,12 @@ def _reduce_own(query: Tensor, hard: _Hard, scale: Scalar) -> Stats:
     # NaN where a feature is not finite: its logit may be -inf, which looks like no pair.
     poison = torch.linalg.vector_norm(hard.features.detach(), ord=INFINITY, dim=(1, 2)) * 0
     nothing = torch.zeros_like(offset)
+    # As the sweep has it, a row that cannot be right counts, so that the loss shows it.
     return Stats(
         values=torch.where(some, values, -INFINITY) + poison,
         positives=nothing,
         positive_sum=nothing,
-        positive_count=nothing,
+        positive_count=poison.isnan().to(z.dtype),
         offset=offset,
         negative_sum=torch.where(counts, z, 0.0).sum(1),
         negative_count=counts.sum(1).to(z.dtype),
@@ -202,9 +206,12 @@ def _reduce_own(query: Tensor, hard: _Hard, scale: Scalar) -> Stats:
 
 
 def _joined(stats: Stats, more: Stats) -> Stats:
-    """Stats with further negatives added."""
+    """Stats with further negatives added; rows that these spoil count from now on."""
     shift = more.offset - stats.offset
-    joined = stats._replace(values=log_add(stats.values, more.values + shift))
+    joined = stats._replace(
+        values=log_add(stats.values, more.values + shift),
+        positive_count=torch.maximum(stats.positive_count, more.positive_count),
+    )
     if not stats.negative_sum.numel():
         return joined
     return joined._replace(

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from tilewise.losses.nt_xent import nt_xent
 from tilewise.losses.siglip import siglip_loss
 from tilewise.losses.sup_con import sup_con
 from tilewise.options import SweepOptions
+
+FACTORS = ("scale", "temperature")  # two names of one option
 
 
 class ClipLoss(nn.Module):
@@ -38,7 +40,7 @@ class ClipLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _check_options(clip_loss, options)
+        _check_options(clip_loss, options, ("image", "text", *FACTORS, "bias"))
         self.local_loss, self.gather_with_grad = local_loss, gather_with_grad
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
         self.options = options
@@ -51,6 +53,10 @@ class ClipLoss(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
+        """The loss of images and texts (N, D) each, under a scale and a bias of shape () or (1,).
+
+        With `output_dict` as {"contrastive_loss": loss}.
+        """
         options = _with_world(self.options, self.world_size)
         loss = clip_loss(image_features, text_features, logit_scale, bias=logit_bias, **options)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -74,7 +80,7 @@ class SigLipLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _check_options(siglip_loss, options)
+        _check_options(siglip_loss, options, ("image", "text", *FACTORS, "bias"))
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
         self.dist_impl, self.chunk_size = dist_impl, chunk_size
         self.options = options
@@ -87,6 +93,10 @@ class SigLipLoss(nn.Module):
         logit_bias: Tensor | None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
+        """The loss of images (N, D) and texts (M, D), under a scale and a bias of shape () or (1,).
+
+        With `output_dict` as {"contrastive_loss": loss}.
+        """
         options = _with_world(self.options, self.world_size)
         loss = siglip_loss(image_features, text_features, logit_scale, logit_bias, **options)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -95,30 +105,46 @@ class SigLipLoss(nn.Module):
 class InfoNCELoss(nn.Module):
     """`info_nce` of normalised features, with its options fixed.
 
-    Call with (query, key), and by keyword with what changes per batch (`negatives`, `ids`, ...).
+    Args:
+        temperature: 0.07 by default; or `scale`, by keyword.
+        normalize: whether features are brought to unit length first; but not those of a `Pool`,
+            which is too large to be copied every step: put unit vectors into it.
+        options: any other of `info_nce`.
     """
 
-    def __init__(self, temperature: float = 0.07, normalize: bool = True, **options: Any) -> None:
+    def __init__(
+        self, temperature: float | None = None, normalize: bool = True, **options: Any
+    ) -> None:
         super().__init__()
-        _check_options(info_nce, options)
-        self.normalize, self.options = normalize, {"temperature": temperature, **options}
+        self.normalize = normalize
+        self.options = _own_options(info_nce, temperature, options, ("query", "key"))
 
     def forward(self, query: Tensor, key: Tensor, **per_batch: Any) -> Tensor:
-        if self.normalize and isinstance(per_batch.get("negatives"), Tensor):
-            per_batch["negatives"] = functional.normalize(per_batch["negatives"], dim=-1)
+        """The loss of queries (N, D) and keys (M, D).
+
+        By keyword what changes per batch (`negatives`, `ids`, `scale`, ...), over the options.
+        """
+        negatives = per_batch.get("negatives")
+        if isinstance(negatives, Tensor) and not getattr(negatives, "of_a_pool", False):
+            (per_batch["negatives"],) = _unit(self.normalize, negatives)
         query, key = _unit(self.normalize, query, key)
-        return info_nce(query, key, **{**self.options, **per_batch})
+        return info_nce(query, key, **_for_batch(self.options, per_batch))
 
 
 class NTXentLoss(nn.Module):
     """`nt_xent` of normalised features, called with two views as lightly's module is.
 
-    With `gather_distributed` all ranks' samples are negatives. lightly's memory bank is not here.
+    Args:
+        temperature: 0.5 by default; or `scale`, by keyword.
+        memory_bank_size: 0: lightly's memory bank is not here.
+        gather_distributed: whether all ranks' samples are negatives.
+        normalize: whether features are brought to unit length first.
+        options: any other of `nt_xent`.
     """
 
     def __init__(
         self,
-        temperature: float = 0.5,
+        temperature: float | None = None,
         memory_bank_size: int = 0,
         gather_distributed: bool = False,
         *,
@@ -126,41 +152,79 @@ class NTXentLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _check_options(nt_xent, options)
+        self.options = _own_options(nt_xent, temperature, options, ("first", "second"))
         if memory_bank_size:
             raise OptionError(
                 f"memory_bank_size must be 0, got {memory_bank_size}: this version has no bank"
             )
-        self.gather_distributed = gather_distributed
-        self.normalize, self.options = normalize, {"temperature": temperature, **options}
+        self.gather_distributed, self.normalize = gather_distributed, normalize
 
     def forward(self, out0: Tensor, out1: Tensor, **per_batch: Any) -> Tensor:
+        """The loss of two views (N, D) each; by keyword what changes per batch."""
         out0, out1 = _unit(self.normalize, out0, out1)
         group = {"group": groups.world()} if self.gather_distributed else {}
-        return nt_xent(out0, out1, **{**group, **self.options, **per_batch})
+        return nt_xent(out0, out1, **{**group, **_for_batch(self.options, per_batch)})
 
 
 class SupConLoss(nn.Module):
-    """`sup_con` of normalised features, called with (embeddings, labels)."""
+    """`sup_con` of normalised features, called with (embeddings, labels).
 
-    def __init__(self, temperature: float = 0.1, normalize: bool = True, **options: Any) -> None:
+    Args:
+        temperature: 0.1 by default; or `scale`, by keyword.
+        normalize: whether features are brought to unit length first.
+        options: any other of `sup_con`.
+    """
+
+    def __init__(
+        self, temperature: float | None = None, normalize: bool = True, **options: Any
+    ) -> None:
         super().__init__()
-        _check_options(sup_con, options)
-        self.normalize, self.options = normalize, {"temperature": temperature, **options}
+        self.normalize = normalize
+        self.options = _own_options(sup_con, temperature, options, ("features", "labels"))
 
     def forward(self, embeddings: Tensor, labels: Tensor, **per_batch: Any) -> Tensor:
+        """The loss of embeddings (N, D) and labels (N,); by keyword what changes per batch."""
         (embeddings,) = _unit(self.normalize, embeddings)
-        return sup_con(embeddings, labels, **{**self.options, **per_batch})
+        return sup_con(embeddings, labels, **_for_batch(self.options, per_batch))
 
 
 def _unit(normalize: bool, *features: Tensor) -> tuple[Tensor, ...]:
     return tuple(functional.normalize(x, dim=-1) if normalize else x for x in features)
 
 
-def _check_options(loss: Callable[..., Tensor], options: dict[str, Any]) -> None:
+def _own_options(
+    loss: Callable[..., Tensor],
+    temperature: float | None,
+    options: dict[str, Any],
+    in_call: Sequence[str],
+) -> dict[str, Any]:
+    """A module's options, checked, its temperature among them if it has one."""
+    if temperature is not None:
+        options = {"temperature": temperature, **options}
+    _check_options(loss, options, in_call)
+    return options
+
+
+def _for_batch(options: dict[str, Any], per_batch: dict[str, Any]) -> dict[str, Any]:
+    """The options of a batch over those of its module."""
+    if any(per_batch.get(name) is not None for name in FACTORS):
+        options = {name: x for name, x in options.items() if name not in FACTORS}
+    return {**options, **per_batch}
+
+
+def _check_options(
+    loss: Callable[..., Tensor], options: dict[str, Any], in_call: Sequence[str]
+) -> None:
     """Raise at construction on an option that the loss would refuse at the first batch."""
     known = {*inspect.signature(loss).parameters, *SweepOptions.__annotations__} - {"how"}
+    if all(options.get(name) is not None for name in FACTORS):
+        raise OptionError("scale and temperature both set the same factor; pass one of them")
     for name in options:
+        if name in in_call:
+            raise OptionError(
+                f"{name} of {loss.__name__} comes with every call, got it at construction; pass "
+                "it (to open_clip's modules as logit_scale or logit_bias) when you call"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

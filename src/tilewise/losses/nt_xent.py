@@ -47,6 +47,8 @@ def nt_xent(
         label_smoothing: share of the target spread over all pairs that count.
         decoupled: leave the positive out of the logsumexp (DCL).
         reduction: "mean", "sum" or "none".
+        how: backend, device, group, workspace_mib and others, as every loss takes them: the table
+            in docs/api.md, or `SweepOptions`.
 
     Returns:
         A scalar, or (2N,) with reduction "none"; float32 (float64 for float64 features).

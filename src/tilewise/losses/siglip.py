@@ -50,6 +50,8 @@ def siglip_loss(
         labels: pairs of equal labels are positives. As `ids`.
         weight: (N,) weight of each image in the sum and the mean.
         reduction: "mean" (sum over pairs / N, as open_clip has it), "sum" or "none".
+        how: backend, device, group, workspace_mib and others, as every loss takes them: the table
+            in docs/api.md, or `SweepOptions`.
 
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).

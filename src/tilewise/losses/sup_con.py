@@ -45,6 +45,8 @@ def sup_con(
         label_smoothing: share of the target spread over all pairs that count.
         decoupled: leave the positives out of the logsumexp.
         reduction: "mean", "sum" or "none".
+        how: backend, device, group, workspace_mib and others, as every loss takes them: the table
+            in docs/api.md, or `SweepOptions`.
 
     Returns:
         A scalar, or (N,) with reduction "none"; float32 (float64 for float64 features).
