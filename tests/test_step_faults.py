@@ -1,17 +1,23 @@
 """What may go wrong with a cached step: in encoders, losses, inputs, and in the step before."""
 
+import collections
 import copy
+import functools
 import gc
+import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import ranks
 import tilewise as tw
-from tilewise.randomness import State
+from tilewise.randomness import State, graph_leaves
 
 D = 6
 KEEPS = [0, 0.001, "auto", float("inf")]
@@ -150,6 +156,88 @@ def test_buffers_that_change_since_train_was_called():
     assert off(*found) <= 1e-12
 
 
+class Unseen(nn.Module):
+    """Changes a buffer in a way that autograd does not see."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how = tower(), how
+        first = None if how == "none" else torch.zeros((), dtype=torch.float64)
+        self.register_buffer("runs", first)
+
+    def forward(self, x):
+        if self.how == "none":
+            one = torch.ones((), dtype=torch.float64)
+            self.runs = one if self.runs is None else self.runs + 1
+        elif self.how == "data":
+            self.runs.data.add_(1)
+        elif self.how == "other data":
+            self.runs.data = self.runs + 1
+        else:
+            self.runs.numpy()[...] += 1
+        return self.net(x) * self.runs
+
+
+@pytest.mark.parametrize("how", ["none", "data", "other data", "numpy"])
+def test_buffers_that_change_unseen(how):
+    """Or are not there at first. A graph that was kept would be wrong, and autograd silent."""
+    other = Unseen("none")
+    for _ in range(2):
+        weighted(torch.cat([other(x) for x in data().split(6)])).backward()
+    for keep in (float("inf"), "auto", 0):
+        module = Unseen(how)
+        step = tw.CachedStep(module, weighted, micro_batch=6, keep=keep)
+        for runs in (2, 4):
+            step(data())
+            assert module.runs == runs
+        assert off(grads_of(module), grads_of(other)) <= 1e-12
+
+
+def test_buffers_that_cannot_be_compared_may_stay():
+    module = Counting()
+    module.register_buffer("graph", torch.eye(D).to_sparse())
+    tw.CachedStep(module, weighted, micro_batch=6, keep=0)(data())
+    assert module.runs == 2
+
+
+def test_a_buffer_of_nan_is_as_it_was():
+    module = tower()
+    module.register_buffer("unknown", torch.tensor([1.0, torch.nan]))
+    step = tw.CachedStep(module, weighted, micro_batch=6, keep=float("inf"))
+    assert step(data()).metrics.replayed == 0
+
+
+class Normalising(nn.Module):
+    """Divides by a buffer that every forward changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = tower()
+        self.register_buffer("size", torch.ones(D, dtype=torch.float64))
+
+    def forward(self, x):
+        z = self.net(x)
+        self.size.mul_(0.9).add_(0.1 * z.detach().std(0))
+        return z / self.size
+
+
+def test_a_buffer_in_a_graph_that_is_kept():
+    module = Normalising()
+    weighted(module(data())).backward()
+    module.zero_grad()
+    for keep in (float("inf"), "auto"):
+        with pytest.raises(tw.StepError, match=r"OptionError.*size among them.*pass keep=0"):
+            tw.CachedStep(module, weighted, micro_batch=4, keep=keep)(data())
+    tw.CachedStep(module, weighted, micro_batch=4, keep=0)(data())
+
+
+def test_weights_that_parametrize_remembers():
+    """Those of the first pass have no graph."""
+    net = weight_norm(nn.Linear(D, D).double())
+    with pytest.raises(tw.OptionError, match="call the step outside"), parametrize.cached():
+        tw.CachedStep(net, weighted, micro_batch=4)(data())
+
+
 def test_buffers_are_copied_only_for_what_is_run_again():
     """And those that were made in inference mode are no reason to fail."""
     module = Counting()
@@ -194,6 +282,200 @@ def test_outputs_without_a_row_for_each_sample(name):
     net = tower()
     with pytest.raises(tw.StepError, match="a row for each sample"):
         tw.CachedStep(lambda x: OUTPUTS[name](net(x)), weighted, micro_batch=4)(data())
+
+
+class Changing(nn.Module):
+    """Returns something else every second time."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.net, self.ways, self.turn = tower(), (first, second), 0
+
+    def forward(self, x):
+        self.turn += 1
+        return self.ways[(self.turn - 1) % 2](self.net(x))
+
+
+FORMS = {
+    "other order": (lambda z: {"a": z, "b": -z}, lambda z: {"b": -z, "a": z}),
+    "other keys": (lambda z: {"a": z}, lambda z: {"b": z}),
+    "None elsewhere": (lambda z: (z, None), lambda z: (None, z)),
+    "more": (lambda z: (z,), lambda z: (z, z)),
+    "fewer": (lambda z: (z, z), lambda z: (z,)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_outputs_in_other_places(name):
+    """They are stored by place: the loss would get one for the other."""
+    for keep in (0, float("inf")):
+        step = tw.CachedStep(Changing(*FORMS[name]), weighted, micro_batch=6, keep=keep)
+        with pytest.raises(tw.StepError, match=r"same places every time, got .*tensor.* after "):
+            step(data())
+
+
+def test_outputs_in_other_places_when_they_are_run_again():
+    module = Changing(*FORMS["other order"])
+    step = tw.CachedStep(module, lambda a, b: weighted(a, b), micro_batch=12, keep=0)
+    with pytest.raises(tw.StepError, match="same places every time"):
+        step(data())
+
+
+def test_a_last_sample_without_its_dimension():
+    net = tower()
+    with pytest.raises(tw.StepError, match=r"same shape and dtype every time, got \[\(\(\)"):
+        tw.CachedStep(lambda x: net(x).sum(1, True).squeeze(), weighted, micro_batch=11)(data())
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("inputs", ["tensor", "list"])
+def test_a_vector_for_each_sample(kind, inputs):
+    """Of which there are as many as samples, not as many as outputs."""
+    net, x = tower(), data(8)
+    if inputs == "list" and kind is tuple:
+        return  # of a list of samples outputs may have any number of rows
+    step = tw.CachedStep(lambda x: kind(net(torch.stack(list(x)))), weighted, micro_batch=2)
+    with pytest.raises(tw.StepError, match="2 vectors for 2 samples; stack them"):
+        step(list(x) if inputs == "list" else x)
+
+
+def test_numbers_for_each_sample_as_many_as_samples():
+    net = tower()
+    step = tw.CachedStep(lambda x: (net(x)[:, 0], net(x)[:, 1]), weighted, micro_batch=2)
+    assert step(data()).loss.isfinite()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_tensors_that_are_not_dense(kind):
+    def changed(x):
+        if kind == "sparse":
+            return x.to_sparse()
+        return torch.nested.nested_tensor(list(x), layout=torch.jagged)
+
+    net = tower()
+    with pytest.raises(tw.StepError, match="must return dense tensors"):
+        tw.CachedStep(lambda x: changed(net(x)), weighted, micro_batch=4)(data())
+    with pytest.raises(tw.OptionError, match="a sparse or nested tensor; pass split="):
+        tw.CachedStep(net, weighted, micro_batch=4)(changed(data()))
+
+
+class Slots:
+    __slots__ = ("net",)
+
+    def __init__(self, net):
+        self.net = net
+
+    def __call__(self, x):
+        return self.net(x)
+
+
+def hidden(how, net):
+    """An encoder of which one cannot see that it runs a module."""
+    if how == "slots":
+        return Slots(net)
+    if how == "class":
+        return type("Holds", (), {"nets": (net,), "__call__": lambda self, x: self.nets[0](x)})()
+    if how == "module":
+        library = types.ModuleType("library")
+        library.net = net
+        return lambda x: library.net(x)
+
+    def encoder(x):
+        return encoder.net(x)
+
+    encoder.net = net
+    return encoder
+
+
+@pytest.mark.parametrize("how", ["slots", "class", "module", "attribute"])
+def test_modules_that_a_function_hides(how):
+    norm = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).double()
+    with pytest.raises(tw.StepError, match="BatchNorm1d in train mode"):
+        tw.CachedStep(hidden(how, norm), weighted, micro_batch=4)(data())
+    assert norm[1].num_batches_tracked == 0
+    step = tw.CachedStep(hidden(how, norm), weighted, micro_batch=4, keep=0, batch_norm=True)
+    step(data())
+    assert norm[1].num_batches_tracked == 3
+    module, other = Counting(), Counting()
+    step = tw.CachedStep(hidden(how, module), weighted, micro_batch=4, keep=0)
+    for _ in range(2):
+        step(data())
+        weighted(torch.cat([other(x) for x in data().split(4)])).backward()
+    assert module.runs == 6
+    assert off(grads_of(module), grads_of(other)) <= 1e-12
+
+
+def test_modules_that_a_function_makes_are_not_collected():
+    net = tower()
+    step = tw.CachedStep(lambda x: nn.LayerNorm(D).double()(net(x)), weighted, micro_batch=4)
+    for _ in range(4):
+        step(data())
+    assert len(step.towers.modules) == 2
+
+
+def test_compiled_functions_are_compiled_no_more_often():
+    """Hooks that look for modules would be a reason to."""
+    net, counts = tower(), []
+    for inside in (False, True):
+        torch._dynamo.reset()
+        compiled = []
+
+        def backend(graph, _, compiled=compiled):
+            compiled.append(graph)
+            return graph.forward
+
+        encoder = torch.compile(net if inside else lambda x: net(x), backend=backend)
+        encoder = (lambda x, known=encoder: known(x)) if inside else encoder
+        tw.CachedStep(encoder, weighted, micro_batch=4, keep=float("inf"))(data())
+        counts.append(len(compiled))
+    assert counts == [1, 1]
+
+
+def test_leaves_that_a_function_makes_are_not_held():
+    """As large as activations, one for each micro-batch: transformers' input_require_grads."""
+    first, second, seen, most = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, D), [], []
+
+    def encoder(x):
+        z = first(x).requires_grad_()
+        seen.append(weakref.ref(z))
+        most.append(sum(x() is not None for x in seen))
+        return second(z)
+
+    tw.CachedStep(encoder, weighted, micro_batch=1, keep=0)(data(dtype=torch.float32))
+    assert max(most) <= 2
+
+
+class Doubling(torch.autograd.Function):
+    """Calls what it keeps as autograd calls leaves."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = x
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_leaves_are_what_autograd_takes_for_them():
+    weight = torch.ones(3, requires_grad=True)
+    assert [id(x) for x in graph_leaves([Doubling.apply(weight + 1)])] == [id(weight)]
+
+
+def test_hooks_after_accumulation():
+    """Refused on whatever gets its gradient in parts, run once on a parameter of the loss."""
+    weight = torch.ones(12, D, dtype=torch.float64, requires_grad=True)
+    ran, net = [], tower()
+    weight.register_post_accumulate_grad_hook(lambda p: ran.append(p.grad.clone()))
+    for keep in (0, "auto"):
+        with pytest.raises(tw.StepError, match="see a part of a gradient"):
+            tw.CachedStep(lambda x: net(x) * weight[0], weighted, micro_batch=4, keep=keep)(data())
+        with pytest.raises(tw.StepError, match="see a part of a gradient"):
+            tw.CachedStep(net, weighted, micro_batch=4, keep=keep)(weight)
+    assert not ran
+    tw.CachedStep(net, lambda z: weighted(z * weight), micro_batch=4)(data())
+    assert len(ran) == 1
 
 
 def test_lists_of_samples_may_have_any_number_of_rows():
@@ -251,6 +533,93 @@ def test_options_named_as_an_encoder():
     step = tw.CachedStep({"a": tower(), "b": tower()}, lambda a, b: weighted(a, b), micro_batch=4)
     with pytest.raises(tw.OptionError, match="'a' from the encoder of that name"):
         step(data(), data(), a=1)
+
+
+def test_options_named_as_an_output():
+    """The loss would get the output, and never the option."""
+    net = tower()
+    step = tw.CachedStep(
+        lambda x: {"a": net(x), "w": x[:, 0]}, lambda a, w: weighted(a) * w.sum(), micro_batch=4
+    )
+    with pytest.raises(tw.StepError, match="'w' from an output of that name"):
+        step(data(), w=1)
+
+
+def test_given_features_that_are_to_be_trained():
+    net, x = tower(), data().requires_grad_()
+    with pytest.raises(tw.GradError, match=r"input 1 is given.*lambda x: x"):
+        tw.CachedStep([net, None], weighted, micro_batch=4)(data(), x)
+    tw.CachedStep([net, lambda x: x], weighted, micro_batch=4)(data(), x)
+    assert x.grad is not None
+
+
+class Filed:
+    """An array in a file, as h5py and zarr show it."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, span):
+        return self.x[span]
+
+    def __iter__(self):
+        return iter(self.x)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.x
+
+
+ARRAYS = {
+    "filed": Filed,
+    "backwards": lambda x: x[::-1].copy()[::-1],
+    "big-endian": lambda x: x.astype(">f8"),
+    "transposed": np.asfortranarray,
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_all_kinds(name):
+    net, other = tower(), tower()
+    result = tw.CachedStep(net, weighted, micro_batch=5)(ARRAYS[name](data().numpy()))
+    assert result.metrics.samples == 12
+    weighted(other(data())).backward()
+    assert off(grads_of(net), grads_of(other)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [object, str, "datetime64[s]", "f8,i4"])
+def test_arrays_without_numbers(dtype):
+    with pytest.raises(tw.StepError, match="must hold numbers of a type that torch has, got"):
+        tw.CachedStep(tower(), weighted, micro_batch=4)(np.zeros(8, dtype))
+
+
+@pytest.mark.parametrize("inputs", [range(8), {1, 2}, {1: 2}.keys(), collections.deque([data()])])
+def test_what_is_neither_samples_nor_micro_batches(inputs):
+    with pytest.raises(tw.OptionError, match=f"got {type(inputs).__name__}; pass split="):
+        tw.CachedStep(tower(), weighted, micro_batch=4)(inputs)
+
+
+def test_another_default_device():
+    """Where nothing of a step is, if its modules and inputs are elsewhere."""
+    net, other = tower(), tower()
+    x, parts = data().numpy(), data().split(5)
+    torch.set_default_device("meta")
+    try:
+        step = tw.CachedStep(net, lambda z: z.square().sum(), micro_batch=5, features="host")
+        step(x)
+        step(functools.partial(iter, parts))
+    finally:
+        torch.set_default_device(None)
+    (2 * other(data()).square().sum()).backward()
+    assert off(grads_of(net), grads_of(other)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64])
+def test_infinities_of_all_kinds(kind):
+    result = tw.CachedStep(tower(), weighted, micro_batch=4, keep=kind("inf"))(data())
+    assert result.metrics.replayed == 0
 
 
 class Failing(nn.Module):
@@ -414,6 +783,85 @@ def fsdp_frozen(rank):
 
 def test_fsdp2_with_a_frozen_tower_last():
     assert max(ranks.run(fsdp_frozen, 2)) <= 1e-12
+
+
+def whole_of(p):
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def fsdp_in_the_loss(rank, keep):
+    """A scale and the weights of sharded modules, which a root leaves whole after its forward."""
+    nets, others = [tower(0), tower(1)], [tower(0), tower(1)]
+    for net in (nets[0], others[0]):
+        net.scale = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+
+    def loss_of(nets):
+        def loss(a, b):
+            decay = sum(whole_of(p).square().sum() for p in nets[0].parameters())
+            return weighted(a, b) * whole_of(nets[0].scale).sum() + decay
+
+        return loss
+
+    sharded(*nets)
+    step = tw.CachedStep(nets, loss_of(nets), micro_batch=2, keep=keep)
+    errors = []
+    for seed in (1, 3):
+        x, y = data(6, seed=seed), data(6, seed=seed + 1)
+        step(x, y)
+        loss_of(others)(others[0](x), others[1](y)).backward()
+        errors.append(off(whole_grads(*nets), grads_of(*others)))
+        for module in (*nets, *others):
+            module.zero_grad()
+    nets[0][0].requires_grad_(False)
+    nets[0][2].requires_grad_(False)
+    with pytest.raises(tw.StepError, match="the loss uses scale of a module that fully_shard"):
+        step(x, y)
+    return max(errors)
+
+
+@pytest.mark.parametrize("keep", [0, 0.001, "auto"])
+def test_fsdp2_with_its_parameters_in_the_loss(keep):
+    """They go along in the module's last backward: after it they would be a step late."""
+    assert max(ranks.run(fsdp_in_the_loss, 2, keep)) <= 1e-12
+
+
+class Checkpointed(nn.Module):
+    """Reentrant: a graph does not show what is inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.net, self.extra = (
+            nn.Linear(D, D).double(),
+            tower(),
+            nn.Linear(D, D).double(),
+        )
+
+    def forward(self, x):
+        z = checkpoint(self.net, self.stem(x), use_reentrant=True)
+        return self.extra(z) if x[0, 0] > 0 else z  # not in the last micro-batch
+
+
+def checkpointed_ddp(rank, keep):
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    torch.manual_seed(1)
+    net, x = Checkpointed(), data(6)
+    other = copy.deepcopy(net)
+    x[:, 0] = torch.tensor([1.0] * 4 + [-1.0] * 2)
+    step = tw.CachedStep(Ddp(net), weighted, micro_batch=2, keep=keep)
+    for _ in range(2):
+        net.zero_grad()
+        other.zero_grad()
+        step(x * (1 + rank))
+        for r in range(2):
+            parts = (x * (1 + r)).split(2)
+            (weighted(torch.cat([other(part) for part in parts])) / 2).backward()
+    return off(grads_of(net), grads_of(other))
+
+
+@pytest.mark.parametrize("keep", [0, "auto"])
+def test_ddp_with_checkpoints_inside(keep):
+    assert max(ranks.run(checkpointed_ddp, 2, keep)) <= 1e-12
 
 
 def compiled_ddp(rank):

@@ -15,6 +15,7 @@ from tilewise.featurebuffers import Features, Probe
 from tilewise.gradsync import Averager, forward_of, modules_of, noticing, within
 from tilewise.microbatches import Piece
 from tilewise.randomness import Dice, Place, State, all_buffers
+from tilewise.stepchecks import refuse_batch_norm, refuse_scattered
 from tilewise.trees import Tree, call, length, map_tensors, tensors
 
 MIB = 2**20
@@ -27,17 +28,22 @@ class Towers:
     """Encoders by slot, and what they are made of."""
 
     def __init__(
-        self, encoders: Sequence[Callable[..., Tree] | None], names: Sequence[str]
+        self,
+        encoders: Sequence[Callable[..., Tree] | None],
+        names: Sequence[str],
+        batch_norm: bool = False,
     ) -> None:
-        self.encoders, self.names = encoders, names
+        self.encoders, self.names, self.batch_norm = encoders, names, batch_norm
         found = (module for encoder in encoders for module in modules_of(encoder))
         self.modules = list({id(module): module for module in found}.values())
         # Of which not all that they train need be known.
         self.functions = {k for k, e in enumerate(encoders) if not isinstance(e, nn.Module)}
-        # Modules that trained all their outputs when last seen, with the same parameters to train.
+        # Slots whose module trained all outputs when last seen; other parameters to train end it.
         self.trains_all: set[int] = set()
         # Buffers that a forward changes, once it was seen to.
         self.changing: dict[int, list[Place]] = {}
+        # Slots that do so unseen: autograd would not refuse a graph that was kept, and is wrong.
+        self.unkept: set[int] = set()
         self.modes: list[tuple[int, bool]] = []
         self.to_train: list[bool] = []
 
@@ -47,21 +53,61 @@ class Towers:
     def look(self) -> None:
         """Walk through all modules, once a step: they may have been changed since last time."""
         self.parts = _walked(self.modules)
+        self._check(self.parts)
         owned = (p for part in self.parts for p in part._parameters.values() if p is not None)
         self.parameters = list({id(p): p for p in owned}.values())
         before, self.to_train = self.to_train, [p.requires_grad for p in self.parameters]
         if self.to_train != before:
             self.trains_all.clear()
-        modes = [(id(part), part.training) for part in self.parts]
+        modes = _modes(self.parts)
         if modes != self.modes:
             self.modes = modes
             self.changing.clear()
+            self.unkept.clear()
         self.known: list[list[Averager] | None] = [within(encoder) for encoder in self.encoders]
 
     def state_of(self, slot: int) -> State:
         """What a forward of this encoder may change, as it is now; all there is, if unknown."""
         places = self.changing.get(slot)
         return State(all_buffers(self.parts) if places is None else places)
+
+    def _check(self, parts: Sequence[nn.Module]) -> None:
+        if not self.batch_norm:
+            refuse_batch_norm(parts)
+
+    @contextmanager
+    def meeting(self, slot: int, state: State) -> Iterator[None]:
+        """Take in the modules that a function runs and does not show, their buffers into `state`.
+
+        In the forward in which one sees what changes. A compiled function would be compiled again
+        for the hook.
+        """
+        if slot in self.changing or slot not in self.functions or self._is_compiled(slot):
+            yield
+            return
+        known = set(map(id, self.parts))
+
+        def meet(module: nn.Module, _: Any) -> None:
+            if torch.compiler.is_compiling() or id(module) in known:
+                return
+            new = [part for part in _walked([module]) if id(part) not in known]
+            self._check(new)
+            known.update(map(id, new))
+            self.modules.append(module)
+            self.parts += new
+            self.modes += _modes(new)
+            state.add(all_buffers(new))
+
+        handle = nn.modules.module.register_module_forward_pre_hook(meet)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _is_compiled(self, slot: int) -> bool:
+        parts = (self.encoders[slot], *self.modules)
+        return any(hasattr(x, "_torchdynamo_orig_callable") or hasattr(x, "_orig_mod")
+                   for x in parts)  # fmt: skip
 
     @property
     def owners(self) -> list[list[Averager]]:
@@ -99,6 +145,10 @@ class Towers:
             yield
         same = {owner: owner for owner in self.every_owner}
         self.known[slot] = [same.get(owner, owner) for owner in found]
+
+
+def _modes(parts: Sequence[nn.Module]) -> list[tuple[int, bool]]:
+    return [(id(part), part.training) for part in parts]
 
 
 def _walked(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -212,16 +262,20 @@ class Embedding:
         # DDP averages in the backward of a forward that was told so: the last one is run again.
         ends = piece.last and any(owner.by_forward for owner in self.towers.owners[slot])
         keep = features.trained and self.budget.allows(slot) and not ends
+        keep = keep and slot not in self.towers.unkept
         dice, state, graph = Dice(), self.towers.state_of(slot), asked or keep
-        with self.budget.measure(slot, graph):
+        with self.budget.measure(slot, graph), self.towers.meeting(slot, state):
             out = self.towers.forward(slot, inputs, graph)
         if slot not in self.towers.changing:
             state = state.that_changed()
             self.towers.changing[slot] = state.places
+            self.towers.unkept |= {slot} if state.unseen else set()
+            keep = keep and not state.unseen
+        samples = length(inputs) if piece.counted else None
         # Of a list nobody knows: a document may have several parts.
-        counted = piece.counted and not isinstance(inputs, list)
-        samples = length(inputs) if counted else None
-        spans = features.add(self.towers.names[slot], out, graph, samples)
+        counted = not isinstance(inputs, list)
+        refuse_scattered(self.towers.names[slot], out, samples, counted)
+        spans = features.add(self.towers.names[slot], out, graph, samples if counted else None)
         if graph:
             self.budget.settle(slot)
         if first:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import DtypeError, OptionError, ShapeError
-from tilewise.trees import Tree, leaves, map_tensors, tensors
+from tilewise.trees import Tree, form, is_dense, leaves, map_tensors, tensors
 
 # How many units in the last place an output that all micro-batches share may be off.
 SAME = 8
@@ -31,6 +31,7 @@ class Features:
         """`times` as much as the first micro-batch's will come, or more."""
         self.device, self.host, self.times = device, host, times
         self.tree: Tree = None  # without the tensors, but at the end
+        self.form = ""  # of it
         self.buffers: list[Tensor] = []
         self.shared: list[bool] = []
         self.learns: list[bool] = []  # whether an output has a gradient
@@ -60,6 +61,7 @@ class Features:
         if not self.buffers:
             _check_outputs(name, out)
             self._begin(out, parts, graph)
+        self.check_form(name, out)
         kinds = [self._kind(i, x) for i, x in enumerate(parts)]
         known = [self._kind(i, x) for i, x in enumerate(self.buffers)]
         if kinds != known:
@@ -74,6 +76,14 @@ class Features:
             )
         self._check_rows(name, parts, samples)
         return [self._store(i, x.detach()) for i, x in enumerate(parts)]
+
+    def check_form(self, name: str, out: Tree) -> None:
+        """Raise unless outputs are where they were: they are stored by place."""
+        if form(out) != self.form:
+            raise ShapeError(
+                f"{name} must return the same outputs in the same places every time, got "
+                f"{form(out)} after {self.form}"
+            )
 
     def _check_rows(self, name: str, parts: list[Tensor], samples: int | None) -> None:
         """Raise unless all outputs have a row for each sample, or as many more every time."""
@@ -91,6 +101,7 @@ class Features:
 
     def _begin(self, out: Tree, parts: list[Tensor], graph: bool) -> None:
         self.tree, self.rows = map_tensors(lambda x: x.new_empty(0), out), [0] * len(parts)
+        self.form = form(out)
         samples = max(len(x) if x.dim() else 1 for x in parts)
         # Of one sample (1,) is a row; FSDP2 makes such a thing of a scale.
         self.shared = [x.dim() == 0 or (x.shape == (1,) and samples > 1) for x in parts]
@@ -103,7 +114,7 @@ class Features:
         ]
 
     def _kind(self, i: int, x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-        shape = tuple(x.shape) if self.shared[i] else ("n", *x.shape[1:])
+        shape = ("n", *x.shape[1:]) if x.dim() and not self.shared[i] else tuple(x.shape)
         return shape, x.dtype
 
     def _store(self, i: int, x: Tensor) -> slice | None:
@@ -129,7 +140,7 @@ class Features:
         if not self.host:
             return torch.empty(size, *x.shape[1:], dtype=x.dtype, device=x.device)
         pinned = self.device.type == "cuda"
-        return torch.empty(size, *x.shape[1:], dtype=x.dtype, pin_memory=pinned)
+        return torch.empty(size, *x.shape[1:], dtype=x.dtype, device="cpu", pin_memory=pinned)
 
     def finish(self) -> list[Tensor]:
         """All features, as leaves of the loss."""
@@ -175,6 +186,11 @@ def _check_outputs(name: str, out: Tree) -> None:
         raise DtypeError(
             f"{name} must return features, a tensor or a tuple or mapping of tensors, got "
             f"{type(got).__name__}"
+        )
+    if not all(map(is_dense, tensors(out))):
+        raise DtypeError(
+            f"{name} must return dense tensors, got a sparse or nested one; call .to_dense() on a "
+            "sparse one, pad a nested one"
         )
     if any(x.is_complex() for x in tensors(out)):
         raise DtypeError(f"{name} must return real numbers, got complex ones; view_as_real them")

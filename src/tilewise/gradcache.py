@@ -4,6 +4,7 @@ Embed every micro-batch, those that do not fit without a graph; compute the loss
 once; run the others again with a graph and the same randomness, and push the gradient through.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,15 +25,18 @@ from tilewise.phases import Phases, StepMetrics
 from tilewise.pushing import Around, Pushing, Root
 from tilewise.randomness import counted_once, graph_leaves
 from tilewise.stepchecks import (
+    AFTER,
+    TWICE,
     call_loss,
     check_in_loss,
     check_keep,
     check_loss,
     checked_sizes,
-    refuse_batch_norm,
+    refuse_cache,
     refuse_clash,
     refuse_graph,
     refuse_hooks,
+    refuse_trained,
 )
 from tilewise.trees import Tree, map_tensors, tensors
 
@@ -93,13 +97,13 @@ class CachedStep:
     ) -> None:
         each, self.names = listed(encoders)
         shown = [f"encoder {name!r}" for name in self.names or range(len(each))]
-        self.towers = Towers(each, shown)
+        self.towers = Towers(each, shown, batch_norm)
         self.loss, self.scaler, self.split = loss, scaler, split
         self.micro_batch = checked_sizes(micro_batch, len(each))
         check_keep(keep)
         check_choice("features", features, ("device", "host"))
         self.keep, self.host, self.progress = keep, features == "host", progress
-        self.batch_norm, self.return_features = batch_norm, return_features
+        self.return_features = return_features
         self.device = None if device is None else checked_device(device)
 
     def __call__(self, *inputs: Any, **options: Any) -> StepResult:
@@ -111,16 +115,15 @@ class CachedStep:
         """
         if not torch.is_grad_enabled():
             raise GradError("a step computes gradients, got torch.no_grad(); call it outside")
+        refuse_cache()
         self.towers.look()
-        if not self.batch_norm:
-            refuse_batch_norm(self.towers.parts)
         parameters = self.towers.parameters
-        refuse_hooks(parameters, "_post_accumulate_grad_hooks", "see a part of a gradient")
+        refuse_hooks(parameters, *AFTER)
         batch = make_batch(inputs, len(self.towers), self.micro_batch, self.split)
         for slot, encoder in enumerate(self.towers.encoders[: len(inputs)]):
-            if encoder is not None:
-                refuse_graph(f"input {slot}", inputs[slot])
-        refuse_clash(options, self.names or ())
+            refuse = refuse_graph if encoder is not None else refuse_trained
+            refuse(f"input {slot}", inputs[slot])
+        refuse_clash(options, self.names or (), "the encoder")
         device = self.device or _device_of(parameters, inputs)
         with Phases(device, self.progress) as phases:
             return _Run(self, batch, device, phases).all(options)
@@ -188,13 +191,17 @@ class _Run:
                 self.where = f"micro-batch {len(parts)}, {self.towers.names[piece.slot]}"
                 own = graph_leaves([x for x in tensors(inputs) if x.requires_grad])
                 out = self.embedding.add(piece, inputs)
-                self.undo.watch(own)
+                self._watch(own)
                 if piece.slot in self.towers.functions:
-                    self.undo.watch(graph_leaves(tensors(out)))
-                del out, inputs
+                    self._watch(graph_leaves(tensors(out)))
+                del own, out, inputs
                 self.phases.advance()
         if not parts:
             raise ShapeError("the batch must not be empty, got no micro-batch; skip an empty batch")
+
+    def _watch(self, leaves: Sequence[Tensor]) -> None:
+        """These are about to get a gradient, micro-batch by micro-batch."""
+        refuse_hooks(self.undo.watch(leaves), *AFTER)
 
     def _differentiate(self, options: dict[str, Any]) -> tuple[Tensor, list[Root]]:
         """The loss; its gradients for features are left with them, for parameters returned."""
@@ -202,6 +209,8 @@ class _Run:
         with self.phases.phase("loss"):
             leaves = [each.finish() for each in self.features]
             args = self.step.arranged([each.tree for each in self.features])
+            if isinstance(args, dict):
+                refuse_clash(options, args, "an output")
             with noticing(self.in_loss) if groups.is_initialized() else nullcontext():
                 loss = call_loss(partial(self.step.loss, **options), args)
             check_loss(loss)
@@ -213,8 +222,9 @@ class _Run:
             known = {id(x) for x in wanted}
             parameters = [p for p in graph_leaves([loss]) if id(p) not in known]
             for owner in self.towers.every_owner:
+                owner.look_again()
                 owner.check_owns(parameters)
-            refuse_hooks(parameters, "_backward_hooks", "run twice on a parameter of the loss")
+            refuse_hooks(parameters, *TWICE)
             self.undo.watch(parameters)
             scaled = loss if self.step.scaler is None else self.step.scaler.scale(loss)
             with torch.autocast(loss.device.type, enabled=False):
@@ -238,7 +248,7 @@ class _Run:
     def _push(self, parameters: list[Root]) -> dict[str, Any]:
         parts = self.embedding.parts
         self.pushing = pushing = Pushing(self.towers, self.features, parts, self.in_loss)
-        around = Around(self._feed, self.undo.watch, self._settle)
+        around = Around(self._feed, self._watch, self._settle)
         kept, total = len(pushing.kept), len(pushing.trained)
         self.where = "the backward"
         changing = (place for found in self.towers.changing.values() for place in found)
@@ -302,22 +312,29 @@ class _Undo:
     """Gradients as they were, if a step fails."""
 
     def __init__(self) -> None:
-        self.had: dict[int, bool] = {}
-        self.fresh: list[Tensor] = []
+        # Not held: a forward may make leaves of its own, as large as activations.
+        self.had: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self.touched = False
 
-    def watch(self, more: Iterable[Tensor]) -> None:
-        """Remember whether these had a gradient."""
+    def watch(self, more: Iterable[Tensor]) -> list[Tensor]:
+        """Remember whether these had a gradient; returns those that are new."""
+        new = list[Tensor]()
         for p in more:
-            if id(p) not in self.had:
-                self.had[id(p)] = p.grad is not None
-                self.fresh += [] if p.grad is not None else [p]
+            known = self.had.get(id(p))
+            if known is None or known[0]() is not p:
+                self.had[id(p)] = weakref.ref(p), p.grad is not None
+                new.append(p)
+        return new
 
     def take_back(self) -> str:
         """Drop what was added to gradients that were None; says what became of the others."""
-        for p in self.fresh:
-            p.grad = None
-        if self.touched and any(self.had.values()):
+        accumulated = False
+        for found, had in self.had.values():
+            p = found()
+            accumulated = accumulated or had
+            if p is not None and not had:
+                p.grad = None
+        if self.touched and accumulated:
             return "gradients were being accumulated and are invalid now: set them to None"
         return "gradients are as they were"
 

@@ -93,6 +93,11 @@ class Averager:
         """Whether DDP finds out by itself which parameters a forward does not use."""
         return bool(getattr(self.module, "find_unused_parameters", False))
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether it averages once all its parameters have got a gradient."""
+        return self.by_forward and not self.looks_for_unused
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """For forwards whose backward does not average."""
@@ -123,6 +128,11 @@ class Averager:
                     p.unsharded_accumulated_grad = None
                     if hasattr(p, "_unsharded_param"):
                         p._unsharded_param.grad = None
+
+    def look_again(self) -> None:
+        """Know what a loss sees: FSDP2 leaves a root's parameters whole after its forward."""
+        if not self.by_forward:
+            self.parameters |= {id(p): name for name, p in self.module.named_parameters()}
 
     def check_owns(self, parameters: Iterable[Any]) -> None:
         """Raise if the loss uses a parameter in a way that the module would not average."""

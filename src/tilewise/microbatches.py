@@ -1,6 +1,7 @@
 """A batch as micro-batches that can be read twice, in the same order with the same contents."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -73,13 +74,13 @@ class Stream:
 
     def __init__(self, source: Iterable[Tree] | Callable[[], Iterator[Tree]], slots: int) -> None:
         self.source, self.slots = source, slots
-        self.seed = int(torch.randint(2**62, ()))
+        self.seed = int(torch.randint(2**62, (), device="cpu"))
 
     def times(self, slot: int) -> float:
         return 1.0
 
     def read(self) -> Iterator[Piece]:
-        dice = torch.Generator().manual_seed(self.seed).get_state()
+        dice = torch.Generator("cpu").manual_seed(self.seed).get_state()
         items, dice = _apart(lambda: iter(_opened(self.source)), dice)
         item, dice = _apart(lambda: next(items, _END), dice)
         places = _Places()
@@ -178,7 +179,9 @@ def make_batch(
 
 
 def _is_stream(source: Any) -> bool:
-    if isinstance(source, (Tensor, list, tuple, Mapping, str)) or is_sliceable(source):
+    # A few that could be read as micro-batches, and are samples if anything.
+    samples = (Tensor, list, tuple, Mapping, Set, str, range, deque)
+    if isinstance(source, samples) or is_sliceable(source):
         return False
     if not callable(source) and not isinstance(source, Iterable):
         return False
@@ -197,9 +200,11 @@ def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> Cut:
             raise ShapeError(f"split must give micro-batches, got none for {name}")
         return Cut([partial(_same, piece) for piece in pieces], len(pieces), counted=False)
     if not is_sliceable(inputs):
+        sparse = isinstance(inputs, Tensor)
+        got = "a sparse or nested tensor" if sparse else type(inputs).__name__
         raise OptionError(
-            f"{name} must be a tensor, array, list, tuple or mapping of those, got "
-            f"{type(inputs).__name__}; pass split= to say how it is cut"
+            f"{name} must be a tensor, array, list, tuple or mapping of those, got {got}; pass "
+            "split= to say how it is cut"
         )
     size = length(inputs)
     if size is None:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Around(NamedTuple):
 
     feed: Callable[[Iterable[Piece]], Iterator[tuple[Piece, Tree]]]
     """Pieces with their inputs on the device."""
-    watch: Callable[[Iterable[Tensor]], None]
+    watch: Callable[[Sequence[Tensor]], None]
     """These are about to get a gradient."""
     settle: Callable[[], None]
     """Called before a gradient is touched; raises if none is to be."""
@@ -80,6 +81,7 @@ class Pushing:
     def push(self, parameters: list[Root], pieces: Iterator[Piece], step: Around) -> Iterator[Part]:
         """Everything, with the loss's own parameters; yields parts when they are done."""
         self.owed = parameters
+        self._check_owed()
         if self.every_owner:
             # They would wait for the backward of a forward that was run.
             step.settle()
@@ -89,12 +91,25 @@ class Pushing:
             step.settle()
             outputs, part.outputs = part.outputs, []
             self._watch(part, outputs, step)
-            self._backward(part, self._roots(part, outputs))
+            roots = self._roots(part, outputs)
             del outputs
+            self._backward_of_kept(part, roots)
+            del roots
             yield part
         yield from self._run_again(pieces, step)
         step.settle()
         self._push_owed()
+
+    def _check_owed(self) -> None:
+        """Raise if FSDP2, which averages in its own backwards, has a parameter and none to come."""
+        sharded = [o for o in self.every_owner if not o.by_forward and o not in self.final]
+        names = [o.parameters[id(p)] for o in sharded for p, _ in self.owed
+                 if id(p) in o.parameters]  # fmt: skip
+        if names:
+            raise OptionError(
+                f"the loss uses {names[0]} of a module that fully_shard has sharded, got one whose "
+                "forward trains nothing, which then does not average it; return it from the forward"
+            )
 
     def _push_owed(self) -> None:
         """Parameters of the loss that no module's last backward took along."""
@@ -121,6 +136,7 @@ class Pushing:
             final = [o for o in self.owners[part.slot] if self.final[o] is part]
             with replayed(part.dice, part.state):
                 out = self.towers.forward(part.slot, inputs, True, final)
+            self.features[part.slot].check_form(self.towers.names[part.slot], out)
             outputs = tensors(out)
             self._watch(part, outputs, step)
             roots = self._roots(part, outputs)
@@ -196,23 +212,44 @@ class Pushing:
             due = [root for root in self.owed if id(root[0]) in owner.parameters]
             self.owed = [root for root in self.owed if id(root[0]) not in owner.parameters]
             roots = roots + due
-            roots = roots + _untouched(owner, roots)
-        if roots:
-            with torch.autocast(roots[0][0].device.type, enabled=False):
-                torch.autograd.backward([x for x, _ in roots], [d for _, d in roots])
+        with _reached(p for owner in final if owner.waits_for_all for p in owner.trained) as rest:
+            _push(roots)
+        # Since other parts used them. No graph tells beforehand: a checkpoint in it hides some.
+        _push([(p, torch.zeros_like(p)) for p in rest.values()])
         for owner in final:
             owner.set_average(False)
 
+    def _backward_of_kept(self, part: Part, roots: list[Root]) -> None:
+        try:
+            self._backward(part, roots)
+        except RuntimeError as error:
+            places = self.towers.changing.get(part.slot)
+            if not places or "modified by an inplace operation" not in str(error):
+                raise
+            raise OptionError(
+                f"a graph that is kept must find what it needs as it was, got buffers that later "
+                f"forwards change, {places[0].name} among them: {error}; pass keep=0, or clone a "
+                "buffer before it is used"
+            ) from error
 
-def _untouched(owner: Averager, roots: Sequence[Root]) -> list[Root]:
-    """Parameters of DDP that its last backward does not reach, since other parts used them.
 
-    It waits for a gradient of everything.
-    """
-    if not owner.by_forward or owner.looks_for_unused:
-        return []
-    reached = {id(p) for p in graph_leaves([x for x, _ in roots])}
-    return [(p, torch.zeros_like(p)) for p in owner.trained if id(p) not in reached]
+def _push(roots: Sequence[Root]) -> None:
+    if roots:
+        with torch.autocast(roots[0][0].device.type, enabled=False):
+            torch.autograd.backward([x for x, _ in roots], [d for _, d in roots])
+
+
+@contextmanager
+def _reached(parameters: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Those of them that a backward inside does not reach are left in the end."""
+    left = {id(p): p for p in parameters}
+    handles = [p.register_post_accumulate_grad_hook(lambda p: left.pop(id(p), None))
+               for p in left.values()]  # fmt: skip
+    try:
+        yield left
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _bound(outputs: Sequence[Tensor]) -> float:

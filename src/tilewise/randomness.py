@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+ADDS = "torch::autograd::AccumulateGrad"  # the node that adds to a leaf's gradient
+
 
 class Dice:
     """The state of every generator that an encoder may draw from, here and on CUDA devices."""
@@ -38,26 +40,38 @@ def all_buffers(modules: Sequence[nn.Module]) -> list[Place]:
     """But for statistics of norms in train mode, which do not depend on what was counted before."""
     return [Place(module, name) for module in modules if not _counts(module)
             for name, x in module._buffers.items()
-            if x is not None and not x.is_inference()]  # fmt: skip
+            if x is None or not x.is_inference()]  # fmt: skip
 
 
 class State:
     """Buffers that a forward may change, as they were before it: a counter, a spectral norm."""
 
     def __init__(self, places: Sequence[Place]) -> None:
-        self.places = list(places)
-        self.seen = [place.tensor for place in self.places]  # held, so that none is another
-        self.versions = [_version(x) for x in self.seen]
-        self.values = [_copy(place.tensor) for place in self.places]
+        self.places = list[Place]()
+        self.seen = list[Tensor | None]()  # held, so that none is another
+        self.versions, self.values = list[int](), list[Tensor | None]()
+        self.unseen = False  # whether some changed and autograd, which may need it, did not see it
+        self.add(places)
+
+    def add(self, places: Sequence[Place]) -> None:
+        """These too, as they are now."""
+        self.places += places
+        found = [place.tensor for place in places]
+        self.seen += found
+        self.versions += map(_version, found)
+        self.values += map(_copy, found)
 
     def that_changed(self) -> "State":
-        """Of those that did since, and only those."""
-        changed = [i for i, place in enumerate(self.places)
-                   if place.tensor is not self.seen[i]
-                   or _version(self.seen[i]) != self.versions[i]]  # fmt: skip
+        """Of those that did since, and only those; waits for the device."""
         state = State([])
-        state.places = [self.places[i] for i in changed]
-        state.values = [self.values[i] for i in changed]
+        for place, x, version, value in zip(
+            self.places, self.seen, self.versions, self.values, strict=True
+        ):
+            seen = place.tensor is not x or _version(x) != version
+            if seen or not _is_equal(x, value):
+                state.places.append(place)
+                state.values.append(value)
+                state.unseen = state.unseen or not seen
         return state
 
     @torch.no_grad()
@@ -71,8 +85,15 @@ class State:
                 now.copy_(value)
 
 
+def _is_equal(x: Tensor | None, value: Tensor | None) -> bool:
+    """Whether it is what it was: `.data` and numpy change it and leave its version alone."""
+    if x is None or value is None or type(x) is not Tensor or x.layout != torch.strided:
+        return True  # or not to be compared
+    return torch.equal(x, value) or bool(((x == value) | ((x != x) & (value != value))).all())
+
+
 def _version(x: Tensor | None) -> int:
-    """Another one after every change."""
+    """Another one after every change that autograd sees."""
     return 0 if x is None else x._version
 
 
@@ -130,8 +151,9 @@ def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     seen = set(todo)
     while todo:
         node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
+        # A user's own function may call something else so.
+        leaf = getattr(node, "variable", None) if node.name() == ADDS else None
+        if leaf is not None:
             found[id(leaf)] = leaf
         # In an order that all ranks share, who may talk about each of them.
         new = [n for n, _ in dict.fromkeys(node.next_functions) if n not in seen and n is not None]

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tilewise.errors import GradError, OptionError, ShapeError
 from tilewise.gradsync import Averager
@@ -14,6 +15,9 @@ from tilewise.randomness import training_norms
 from tilewise.trees import Tree, call, leaves
 
 LOOKED_AT = 64  # of the samples of a list
+# Kinds of hooks on a gradient, and what they would do in a cached step.
+AFTER = "_post_accumulate_grad_hooks", "see a part of a gradient"
+TWICE = "_backward_hooks", "run twice on a parameter of the loss"
 
 
 def checked_sizes(micro_batch: int | Sequence[int], slots: int) -> list[int]:
@@ -34,7 +38,7 @@ def checked_sizes(micro_batch: int | Sequence[int], slots: int) -> list[int]:
 
 def check_keep(keep: float | str) -> None:
     """MiB, or what is free."""
-    if keep == "auto" or (isinstance(keep, float) and keep == float("inf")):
+    if keep == "auto" or (isinstance(keep, numbers.Real) and keep == float("inf")):
         return
     if isinstance(keep, str) or check_number("keep", keep) < 0:
         raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep!r}")
@@ -52,7 +56,7 @@ def refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
 
 
 def refuse_hooks(parameters: Iterable[Tensor], kind: str, what: str) -> None:
-    """Of parameters, of a kind."""
+    """Raise if some parameter has a hook of this kind, which would do `what`."""
     if any(getattr(p, kind, None) for p in parameters):
         raise OptionError(
             f"a hook on a gradient would {what} in a cached step, got a parameter with one; take "
@@ -70,12 +74,48 @@ def refuse_graph(name: str, inputs: Tree) -> None:
         )
 
 
-def refuse_clash(options: Iterable[str], names: Iterable[str]) -> None:
-    """Of the loss's keywords with names of encoders, which are keywords too."""
+def refuse_trained(name: str, features: Tree) -> None:
+    """Raise if features that are given are a parameter: what is given is detached."""
+    some = (x for x in islice(leaves(features), LOOKED_AT) if isinstance(x, Tensor))
+    if any(x.requires_grad and x.is_leaf for x in some):
+        raise GradError(
+            f"{name} is given instead of an encoder and gets no gradient, got a tensor to train; "
+            "detach it, or to train it pass an encoder that returns it, lambda x: x"
+        )
+
+
+def refuse_cache() -> None:
+    """Of parametrised weights, in which those would be that were made without a graph."""
+    if parametrize._cache_enabled:
+        raise OptionError(
+            "a cached step runs forwards without and with gradients, which must not share weights, "
+            "got one inside of torch.nn.utils.parametrize.cached(); call the step outside of it"
+        )
+
+
+def refuse_clash(options: Iterable[str], names: Iterable[str], source: str) -> None:
+    """Of the loss's keywords with names of encoders or of outputs, which are keywords too."""
     for name in set(options).intersection(names):
         raise OptionError(
-            f"the loss gets {name!r} from the encoder of that name, got an option of the same "
+            f"the loss gets {name!r} from {source} of that name, got an option of the same "
             "name; call one of them otherwise"
+        )
+
+
+def refuse_scattered(name: str, out: Tree, samples: int | None, counted: bool) -> None:
+    """Raise if there is a vector for each sample, which would be taken for outputs of their own.
+
+    If inputs are not `counted`, outputs may have any number of rows.
+    """
+    if not isinstance(out, (list, tuple)) or len(out) != samples:
+        return
+    if not all(isinstance(x, Tensor) and x.dim() == 1 for x in out):
+        return
+    uneven = counted and all(len(x) != samples for x in out)
+    if uneven or (isinstance(out, list) and samples > 1):
+        raise ShapeError(
+            f"{name} must return outputs with a row for each sample, got a {type(out).__name__} of "
+            f"{samples} vectors for {samples} samples; stack them, or return a tuple of outputs"
         )
 
 

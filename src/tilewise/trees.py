@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from tilewise.errors import DtypeError
 
 Tree = Any  # a tensor, a number, None, or a tuple, list or mapping of trees
 
@@ -39,6 +42,11 @@ def map_tensors(change: Callable[[Tensor], Any], tree: Tree) -> Tree:
     return tree
 
 
+def form(tree: Tree) -> str:
+    """A tree in words, but for its tensors: keys, their order, what is None."""
+    return repr(map_tensors(lambda _: "tensor", tree))
+
+
 def call(function: Callable[..., Any], tree: Tree) -> Any:
     """Call with a mapping as keywords, a tuple as arguments, anything else as the only one."""
     if isinstance(tree, Mapping):
@@ -65,7 +73,7 @@ def take(tree: Tree, span: slice) -> Tree:
     if isinstance(tree, (Tensor, list)):
         return tree[span]
     if _is_array(tree):
-        return torch.tensor(tree[span])  # of a memory map this reads it
+        return _read(tree[span])
     if isinstance(tree, Mapping):
         return {key: take(part, span) for key, part in tree.items()}
     if isinstance(tree, tuple):
@@ -74,16 +82,39 @@ def take(tree: Tree, span: slice) -> Tree:
     return tree
 
 
+def _read(array: Any) -> Tensor:
+    """An array's numbers in memory of their own, in an order that torch takes."""
+    array = np.asarray(array)
+    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+    try:
+        return torch.tensor(native, device="cpu")
+    except TypeError as error:
+        raise DtypeError(
+            f"an array must hold numbers of a type that torch has, got {array.dtype}; convert it, "
+            "or pass a list of samples"
+        ) from error
+
+
 def is_sliceable(tree: Tree) -> bool:
     """Whether `take` knows how to cut it."""
     if isinstance(tree, Mapping):
         return all(map(is_sliceable, tree.values()))
     if isinstance(tree, tuple):
         return all(map(is_sliceable, tree))
-    plain = (Tensor, list, str, bytes, bool, int, float, type(None))
+    if isinstance(tree, Tensor):
+        return is_dense(tree)
+    plain = (list, str, bytes, bool, int, float, type(None))
     return isinstance(tree, plain) or _is_array(tree)
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether it is neither sparse nor nested."""
+    return x.layout == torch.strided and not x.is_nested
+
+
 def _is_array(tree: Tree) -> bool:
-    """Whether it is a numpy array, memory-mapped or not."""
-    return hasattr(tree, "__array_interface__") and bool(getattr(tree, "shape", ()))
+    """Whether it is a numpy array, memory-mapped or not, or a file that is cut as one."""
+    known = hasattr(tree, "__array_interface__") or (
+        hasattr(tree, "__array__") and hasattr(tree, "__getitem__")
+    )
+    return known and bool(getattr(tree, "shape", ()))
