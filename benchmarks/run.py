@@ -261,7 +261,7 @@ def provenance(
         "torch": machine.torch,
         "triton": _triton_version(),
         "python": machine.python,
-        "commit": _commit(),
+        "commit": measure.commit() or os.environ.get("TILEWISE_COMMIT", ""),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", f"benchmarks/{script}", *arguments]),
     }
@@ -273,20 +273,6 @@ def _triton_version() -> str:
     except ImportError:
         return ""
     return str(triton.__version__)
-
-
-def _commit() -> str:
-    """The commit, with +dirty when tracked files differ from it; empty where git cannot tell."""
-    try:
-        head, changes = (
-            subprocess.run(
-                ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
-        )
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return os.environ.get("TILEWISE_COMMIT", "")
-    return f"{head}+dirty" if changes else head
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """What is found out before a run trains, and how runs that ended early go on."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
+import socket
 import time
 
 import numpy as np
@@ -20,7 +23,8 @@ from tilewise.errors import DataError, OptionError
 from tilewise.evaluate import suite
 from tilewise.models.image_text import ImageText
 from tilewise.models.text_pairs import TextPairs
-from tilewise.train import checkpoint, logs, loop
+from tilewise.train import checkpoint, logs, loop, runfolder
+from tilewise.train.configfile import read
 from tilewise.train.logs import Log
 from tilewise.train.loop import RESULTS, Trainer
 from tilewise.train.setup import Ranks
@@ -110,7 +114,7 @@ def test_a_folder_is_of_one_run_from_its_beginning(tmp_path, monkeypatch):
     Trainer(made, ALONE)
     with pytest.raises(OptionError, match="is there already; take another --name"):
         Trainer(made, ALONE)
-    monkeypatch.setattr(logs, "default_name", lambda model: "a-20260101-120000")
+    monkeypatch.setattr(runfolder, "default_name", lambda model: "a-20260101-120000")
     names = [Trainer(config(tmp_path, name=""), ALONE).folder.name for _ in range(3)]
     assert names == [f"a-20260101-120000{end}" for end in ("", "-2", "-3")]
 
@@ -123,9 +127,94 @@ def test_a_run_that_fails_before_it_leaves_anything_gives_its_folder_back(tmp_pa
     Trainer(config(tmp_path), ALONE).run()
 
 
+@pytest.mark.parametrize("place", [(loop, "resume"), (runfolder, "describe_machine")], ids=str)
+def test_a_run_that_cannot_begin_gives_its_folder_back(tmp_path, monkeypatch, place):
+    """And lets go of it."""
+    with monkeypatch.context() as broken:
+        broken.setattr(*place, lambda *of: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Trainer(config(tmp_path, resume="latest"), ALONE)
+    Trainer(config(tmp_path), ALONE).run()
+
+
+def test_a_run_that_is_running_is_not_taken_up(tmp_path):
+    first = Trainer(config(tmp_path), ALONE)
+    next(first._steps())
+    first._save(1)
+    before = sorted(tmp_path.rglob("*"))
+    holder = f"still running, as process {os.getpid()} on {socket.gethostname()}; stop it first"
+    with pytest.raises(OptionError, match=holder):
+        Trainer(config(tmp_path, resume="latest"), ALONE)
+    assert sorted(tmp_path.rglob("*")) == before
+    first.close()
+    assert train(config(tmp_path, resume="latest")).steps == 5
+
+
+def test_who_loads_data_for_a_run_does_not_hold_its_folder(tmp_path):
+    """Once the run is gone, if they are there for longer."""
+    held, (begun, begin) = runfolder.hold(tmp_path), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(begin, b"!")
+        time.sleep(60)
+        os._exit(0)
+    os.read(begun, 1)
+    held.close()
+    try:
+        runfolder.hold(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_folder_that_cannot_be_locked_is_used(tmp_path, monkeypatch):
+    def without(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    assert train(config(tmp_path, steps=1)).steps == 1
+
+
+def test_other_settings_are_told_and_the_former_kept(tmp_path, capsys):
+    made = {"save_every": 2, "keep_checkpoints": 5}
+    train(config(tmp_path, lr=0.01, **made))
+    first = (tmp_path / "run/config.toml").read_text()
+    place = str(tmp_path / "run/checkpoints/step-00000002")
+    again = {"resume": place, "log_every": 3, "workers": 1, "steps": 4, **made}
+    train(config(tmp_path, lr=0.02, name="", **again))
+    told = "from step-00000002 with other settings: lr = 0.02, was 0.01; steps = 4, was 5\n"
+    assert told in capsys.readouterr().out
+    assert (tmp_path / "run/.config-until-00000002.toml").read_text() == first
+    now = read(str(tmp_path / "run/config.toml"))
+    assert (now.optim.lr, now.run.name, now.run.resume) == (0.02, "run", "")
+
+
+def test_a_checkpoint_that_is_of_no_run_here_needs_a_name(tmp_path):
+    train(config(tmp_path, steps=1))
+    place = tmp_path / "run/checkpoints/step-00000001"
+    for copy in (tmp_path / "step-00000001", tmp_path / "else/run/checkpoints/step-00000001"):
+        shutil.copytree(place, copy)
+        with pytest.raises(OptionError, match=r"is of no run in .*; give --name"):
+            Trainer(config(tmp_path, name="", resume=str(copy)), ALONE)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert Trainer(config(tmp_path, name="", resume=str(place)), ALONE).folder == tmp_path / "run"
+
+
+def test_tensorboard_shows_one_branch(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    how = {"save_every": 1, "keep_checkpoints": 5, "report_to": ["tensorboard"]}
+    first = train(config(tmp_path, **how))
+    time.sleep(1.1)  # its files are named by the second
+    second = str(first.folder / "checkpoints/step-00000002")
+    train(config(tmp_path, resume=second, steps=4, **how))
+    found = EventAccumulator(str(first.folder / "tensorboard")).Reload().Scalars("loss")
+    assert [event.step for event in found] == [1, 2, 3, 4]
+
+
 def folders(rank, made, taken):
     """Of a name that each rank finds, and of one that is taken."""
-    logs.default_name = lambda model: f"rank-{rank}"
+    runfolder.default_name = lambda model: f"rank-{rank}"
     who = Ranks(rank, 2, torch.device("cpu"))
     names = [Trainer(made, who).folder.name for _ in range(2)]
     with pytest.raises(OptionError, match="is there already"):
@@ -214,6 +303,39 @@ def test_an_exported_text_encoder_can_be_evaluated(tmp_path, queries, monkeypatc
     assert cli.main(["eval", "--model", TINY, "--retrieval", "synthetic:9", "--zero-shot",
                      "--localise"]) == 0  # fmt: skip
     assert "drawn at random" in capsys.readouterr().out
+
+
+def test_an_exported_backbone_can_be_evaluated(tmp_path, monkeypatch, capsys):
+    """With the features of the run that it is of."""
+    data = ["synthetic:40,cells=1", "synthetic:20,cells=1,seed=1"]
+    how = {"kind": "simclr", "loss": "nt_xent", "projector": [16, 8], "probe": data}
+    made = config(tmp_path, model="test_vit", image_size=32, steps=2, **how)
+    wanted = train(made).metrics
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", "run", "out"]) == 0
+    assert cli.main(["eval", "out", "--probe", *data]) == 0
+    assert json.loads((tmp_path / "runs/eval" / RESULTS).read_text()) == pytest.approx(wanted)
+    assert "drawn at random" not in capsys.readouterr().out
+    (tmp_path / "out/config.json").write_text("{}")
+    assert cli.main(["eval", "out", "--probe", *data]) == 2
+    assert "config.json must tell of a model of timm" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_nothing_is_told(tmp_path, monkeypatch, capsys):
+    TextPairs(str(make_text_folder(tmp_path / "bert"))).export(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["eval", "out"]) == 2
+    assert "name data with --retrieval" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_headline_of_a_small_run(tmp_path, capsys):
+    rows = [{"query": "a red", "positive": "red thing"}] * 3
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    how = {"kind": "text", "model": make_text_folder(tmp_path / "bert"), "loss": "info_nce"}
+    train(config(tmp_path, train_data=str(tmp_path / "pairs.jsonl"), steps=1, batch_size=1, **how))
+    said = ": 3,009 parameters, 3,009 to train; 3 samples; 1 step of 1 pair on 1 x cpu; to "
+    assert said in capsys.readouterr().out
 
 
 def inputs(count, negatives, length=4, width=5):

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, and never taken for whole when they are not."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 from tilewise.errors import CheckpointError
 from tilewise.train import checkpoint
+from tilewise.train.config import OptimConfig
+from tilewise.train.optim import make_optimizer
 
 
 def shot(step, seed=0):
@@ -142,6 +145,64 @@ def test_a_library_that_cannot_write_is_told_like_a_disk(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="File too large"):
         checkpoint.save(draft, shot(2)[2])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pool_that_does_not_fit_the_disk_leaves_the_older_ones(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    draft = checkpoint.begin(tmp_path, 2)
+
+    def full(*_, **how):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(CheckpointError, match=r"step-00000002 could not .*No space left"):
+        checkpoint.write_pool(draft, 0, {"born": torch.arange(3)})
+    assert draft.exists()  # others may be writing to it
+    draft.rmdir()
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(CheckpointError, match=r"step-00000003 could not .*No space left"):
+        checkpoint.begin(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("where", ["prune", "save"])
+def test_one_that_is_killed_while_it_removes_leaves_no_half(tmp_path, monkeypatch, where):
+    """A damaged checkpoint would stay, and be named at every resume."""
+    for step in (1, 2):
+        write(tmp_path, step)
+    draft, rmtree = checkpoint.begin(tmp_path, 1), checkpoint.shutil.rmtree
+
+    def killed(path, **how):
+        if path.exists():
+            (path / checkpoint.MODEL).unlink()
+            raise KeyboardInterrupt
+        rmtree(path, **how)
+
+    removing = {
+        "prune": lambda: checkpoint.prune(tmp_path, 1),
+        "save": lambda: checkpoint.save(draft, shot(1)[2]),
+    }
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            removing[where]()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".step-00000001.old", ".step-00000001.draft", "step-00000002"}
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("opt", ["adamw", "lamb"])
+def test_an_optimizer_that_has_taken_no_step_has_no_state(tmp_path, opt):
+    """Neither by what is saved of it nor by what is loaded: PyTorch makes one up."""
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer(model, OptimConfig(opt=opt))
+    known = [dict(group) for group in optimizer.param_groups]
+    found = checkpoint.collect(model, optimizer)
+    assert not found.optimizer["state"]
+    checkpoint.restore(model, optimizer, found)
+    assert not optimizer.state
+    assert [set(group) for group in optimizer.param_groups] == [set(group) for group in known]
 
 
 def test_another_format_is_told(tmp_path):

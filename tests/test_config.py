@@ -4,11 +4,14 @@ import dataclasses
 import inspect
 import math
 import sys
+import warnings
 
 import pytest
+import torch
 
 from tilewise.cli import main
 from tilewise.errors import OptionError
+from tilewise.train import checks
 from tilewise.train.config import Config
 from tilewise.train.configfile import from_tables, read, recipes, to_toml, with_flags
 
@@ -107,7 +110,11 @@ def test_torchrun_takes_no_flag_for_one_of_its_own():
         ({"run": {"steps": -1}}, "steps must not be negative, got -1"),
         ({"loss": {"temperature": math.inf}}, "temperature must be above 0 and finite"),
         ({"optim": {"lr": math.inf}}, "lr must be above 0 and finite"),
-        ({"loss": {"max_scale": 0}}, "max_scale must be above 0"),
+        ({"loss": {"max_scale": 0.5}}, "max_scale must be at least 1, got 0.5"),
+        ({"loss": {"temperature": 2.0}}, "from 1 / max_scale = 0.01 to 1, got 2; or fix it"),
+        ({"loss": {"temperature": 0.1, "max_scale": 9.0}}, "from 1 / max_scale = 0.111111 to 1"),
+        ({"loss": {"init_bias": -math.inf}}, "init_bias must be finite, got -inf"),
+        ({"optim": {"wd": math.inf}}, "wd must be finite and not negative, got 20, inf"),
         ({"step": {"pool_where": "hsot"}}, r"a path, ./NAME for one here, got 'hsot'"),
         ({"run": {"resume": "latest"}}, "give --name"),
         ({"run": {"seed": 2**40}}, "seed must be below"),
@@ -142,6 +149,11 @@ def test_a_file_that_is_not_toml(tmp_path):
     path.write_text("lr = = 3")
     with pytest.raises(OptionError, match="is not TOML"):
         read(str(path))
+    path.write_bytes('[run]\nname = "é"\n'.encode("latin-1"))
+    with pytest.raises(OptionError, match=r"run.toml is not TOML, which is UTF-8"):
+        read(str(path))
+    path.write_text('[run]\nname = "é"\n', encoding="utf-8-sig")  # with the mark of some editors
+    assert read(str(path)).run.name == "é"
 
 
 def test_the_command_prints_its_configuration(capsys, tmp_path):
@@ -157,14 +169,33 @@ def test_an_unknown_recipe_is_told_with_those_near_it(capsys):
     assert "near it: emoji" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_told_with_those_near_it(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--batch-sizes", "3"])
-    told = capsys.readouterr()
-    assert "--batch-size" in told.err + told.out
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--batch-sizes", "3"], "there is no flag --batch-sizes; near it: --batch-size\n"),
+        (["--learning-rate=1"], "near it: --lr, "),
+        (["--weight-decay", "1"], "near it: --wd\n"),
+        (["--zzz"], "see tilewise train [RECIPE] --help"),
+        (["--lr", "1e-3", "emoji"], "goes before all flags: tilewise train emoji ..."),
+    ],
+    ids=str,
+)
+def test_an_unknown_flag_is_told_with_those_near_it(capsys, flags, says):
+    """By name, or by what their sentences say."""
+    assert main(["train", *flags]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_what_may_be_infinite_or_a_path():
     assert from_tables({"loss": {"max_scale": math.inf}}, "run.toml").loss.max_scale == math.inf
     for where in ("./pool", "pool.bin", "/data/pool", "host"):
         assert from_tables({"step": {"pool_where": where}}, "run.toml").step.pool_where == where
+
+
+def test_an_old_torch_is_warned_of(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checks.warn_of_old_torch()
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.warns(UserWarning, match=r"torch 2\.9\.1.*CVE-2026-24747.*'torch>=2\.10'"):
+        checks.warn_of_old_torch()

@@ -1,6 +1,7 @@
 """Peak memory is exact, time is a median after a warm-up, the machine has a name."""
 
 import math
+import subprocess
 
 import pytest
 import torch
@@ -85,3 +86,14 @@ def test_free_memory_off_linux_is_assumed(monkeypatch):
     monkeypatch.setattr(measure, "_proc_field", lambda file, key: "")
     assert measure.free_bytes(CPU) == measure.ASSUMED_FREE_BYTES
     assert "threads" in measure.machine().device
+
+
+def test_the_commit_is_that_of_our_own_checkout(tmp_path, monkeypatch):
+    """Not that of a repository that an installed package lies in."""
+    installed = tmp_path / "venv/lib/site-packages/tilewise/measure.py"
+    installed.parent.mkdir(parents=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    monkeypatch.setattr(measure, "__file__", str(installed))
+    assert measure.commit() == ""

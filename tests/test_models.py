@@ -470,6 +470,45 @@ def test_two_views_are_projected_and_features_are_not(tmp_path):
         TwoViews("test_convnext99", (8,))
 
 
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "test_mambaout"])
+def test_the_projector_takes_what_is_pooled(name):
+    """Which some models widen first."""
+    model = TwoViews(name, (8,), image_size=32)
+    with evaluating(model):
+        features = model.images(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
+        assert features.shape[1] != model.backbone.num_features
+        first = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+        assert model(first, first)["rows"].shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({"init_logit_bias": -5.0}, {}),
+        ({}, {"init_logit_bias": -5.0}),
+        ({}, {"force_image_size": 64}),
+        ({}, {"force_context_length": 5}),
+    ],
+    ids=str,
+)
+def test_weights_of_another_loss_image_size_or_length(tmp_path, then, now):
+    (tmp_path / "model.json").write_text(json.dumps(VIT))
+    name, file = str(tmp_path / "model.json"), tmp_path / "model.safetensors"
+    model = ImageText(name, **then)
+    write_tensors(file, model.state_dict())
+    again = ImageText(name, pretrained=str(file), **now)
+    assert again.brings_scale
+    changed = ("logit_bias", "positional_embedding")
+    own = model.net.state_dict()
+    for key, x in again.net.state_dict().items():
+        assert key.endswith(changed) or torch.equal(x, own[key])
+    if "init_logit_bias" in now:
+        assert again.net.logit_bias == -5.0
+    for part, tower in ((again.net, model.net), (again.net.visual, model.net.visual)):
+        means = [each.positional_embedding.mean() for each in (part, tower)]
+        torch.testing.assert_close(*means, rtol=0.3, atol=0.01)
+
+
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext2"])
 def test_timm_loads_a_backbone_of_another_image_size(tmp_path, name):
     """A ViT has a weight for each place of the image; timm is told by config.json."""

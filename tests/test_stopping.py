@@ -1,6 +1,7 @@
 """Runs that are told to stop: a checkpoint where they are, and what they end with."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,19 +49,23 @@ def second_step(step, *_):
 
 @pytest.mark.parametrize("number", CODES, ids=str)
 def test_a_signal_saves_after_the_step_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
-    whole = train(config(tmp_path, name="whole"))
+    whole = train(config(tmp_path, name="whole", wd=0.1))
     before = [signal.getsignal(each) for each in CODES]
     with monkeypatch.context() as sent:
         signalled(sent, Stepper, "step", second_step, number)
-        assert command(tmp_path) == CODES[number]
+        assert command(tmp_path, wd=0.1) == CODES[number]
     assert [signal.getsignal(each) for each in CODES] == before
     told = capsys.readouterr().out
     assert f"stopped by {number.name} after step 2 of 5, saved as {tmp_path}/run" in told
-    assert "step-00000002; go on with --name run --resume latest" in told
+    assert f"step-00000002; go on with: tilewise train {tmp_path}/run/config.toml" in told
     assert checkpoint.latest(tmp_path / "run/checkpoints").name == "step-00000002"
     assert not (tmp_path / "run" / RESULTS).exists()
-    assert command(tmp_path, resume="latest") == 0
-    second = Trainer(config(tmp_path, resume="latest"), Ranks(0, 1, torch.device("cpu"))).run()
+    go_on = told[told.index("tilewise train") :].splitlines()[0]
+    assert cli.main(shlex.split(go_on)[1:]) == 0
+    assert "with other settings" not in capsys.readouterr().out
+    second = Trainer(
+        config(tmp_path, resume="latest", wd=0.1), Ranks(0, 1, torch.device("cpu"))
+    ).run()
     assert losses(second) == losses(whole)
     assert same(weights(second), weights(whole))
 

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,25 +11,38 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import ranks
+from test_models import VIT, make_text_folder
+from tilewise import measure
 from tilewise.data.loader import load
 from tilewise.data.views import View
-from tilewise.errors import CheckpointError, DataError, DeviceError, FiniteError, OptionError
+from tilewise.errors import (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    FiniteError,
+    OptionError,
+    StepError,
+)
 from tilewise.evaluate.embed import Embedder
 from tilewise.models.base import evaluating
-from tilewise.train import checkpoint, objective
+from tilewise.train import build, checkpoint, objective
 from tilewise.train.build import model_of
 from tilewise.train.commands import eval_command, export_command
-from tilewise.train.config import Config
+from tilewise.train.config import Config, OptimConfig
 from tilewise.train.configfile import from_tables
 from tilewise.train.logs import Log
 from tilewise.train.loop import Trainer
+from tilewise.train.optim import clip_gradients, lr_at, peak_lr
 from tilewise.train.screen import Screen
 from tilewise.train.setup import Ranks
+from tilewise.train.stepping import Stepper
 
 TINY = str(Path(__file__).parent / "tiny.json")
 ALONE = Ranks(0, 1, torch.device("cpu"))
+SIMCLR = {"kind": "simclr", "loss": "nt_xent", "projector": [16, 8]}
 
 
 def config(tmp_path, **fields):
@@ -115,7 +129,6 @@ def test_two_runs_of_a_seed_are_equal_bit_for_bit(tmp_path):
         {"micro_batch": 7, "keep": 1},
         {"features": "host"},
         {"workers": 1},
-        {"grad_checkpointing": True},
     ],
     ids=str,
 )
@@ -123,6 +136,23 @@ def test_how_a_step_is_computed_changes_nothing(tmp_path, how):
     plain = losses(train(config(tmp_path)))
     other = losses(train(config(tmp_path, name="other", **how)))
     torch.testing.assert_close(torch.tensor(other), torch.tensor(plain), rtol=2e-4, atol=0)
+
+
+def held(trainer):
+    """Bytes that the graph of a batch holds, its loss, and a gradient of it."""
+    batch = next(trainer.batches.since(0))
+    with measure.held_bytes(torch.device("cpu")) as found:
+        out = trainer.model(**batch.inputs)
+    loss = (out["rows"] @ out["cols"].T).square().sum()
+    grad = torch.autograd.grad(loss, trainer.model.net.visual.trunk.stem[0].weight)[0]
+    return found.bytes, grad
+
+
+def test_grad_checkpointing_holds_less_and_changes_nothing(tmp_path):
+    plain, plain_grad = held(Trainer(config(tmp_path), ALONE))
+    less, grad = held(Trainer(config(tmp_path, name="b", grad_checkpointing=True), ALONE))
+    assert less < 0.7 * plain
+    torch.testing.assert_close(grad, plain_grad)
 
 
 def stopped(made, after=3):
@@ -134,6 +164,7 @@ def stopped(made, after=3):
         first.log.add(step, **numbers)
     first._save(after)
     steps.close()
+    first.close()
     return first
 
 
@@ -161,6 +192,33 @@ def test_a_run_in_two_parts_is_the_run(tmp_path, more):
     assert same(weights(second, "optimizer"), weights(whole, "optimizer"))
     if "ema" in more:
         assert same(weights(second, "ema"), weights(whole, "ema"))
+
+
+@pytest.mark.parametrize("opt", ["adamw", "lamb"])
+@pytest.mark.parametrize("what", ["norm", "loss"])
+def test_a_run_goes_on_from_before_its_first_accepted_step(tmp_path, monkeypatch, opt, what):
+    """As fp16 begins, whose first steps find its factor; and saving changes nothing of it."""
+    made = {"opt": opt, "save_every": 2, "keep_checkpoints": 9}
+    clip, differentiate = Stepper._clip, Stepper._differentiate
+
+    def not_finite(self):
+        return clip(self) * (math.nan if self.skipped < 2 else 1.0)
+
+    def broken(self, batch, ids):
+        if self.skipped < 2:
+            raise StepError("") from FiniteError("")
+        return differentiate(self, batch, ids)
+
+    name, wrong = {"norm": ("_clip", not_finite), "loss": ("_differentiate", broken)}[what]
+    monkeypatch.setattr(Stepper, name, wrong)
+    plain = train(config(tmp_path, name="plain", opt=opt))
+    whole = train(config(tmp_path, name="whole", **made))
+    place = str(tmp_path / "whole/checkpoints/step-00000002")
+    again = train(config(tmp_path, name="again", resume=place, **made))
+    assert json.loads(Path(place, "state.json").read_text())["stepper"]["skipped"] == 2
+    for other in (plain, again):
+        assert same(weights(other), weights(whole))
+        assert same(weights(other, "optimizer"), weights(whole, "optimizer"))
 
 
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lion", "adafactor"])
@@ -242,14 +300,59 @@ def test_a_run_does_not_go_on_as_another(tmp_path, other):
 
 
 def test_the_weights_of_a_run_begin_another(tmp_path):
-    """As the error says that tells a run not to go on."""
+    """As the error says that tells a run not to go on; also with a loss that has no bias."""
+    stopped(config(tmp_path, loss="siglip"))
+    for more in ({"batch_size": 12, "loss": "siglip"}, {"loss": "clip"}):
+        with pytest.raises(OptionError, match="begin a run of its own with another --name") as told:
+            Trainer(config(tmp_path, resume="latest", **more), ALONE)
+        file = str(told.value).rsplit("--pretrained ", 1)[1]
+        other = Trainer(config(tmp_path, name=more["loss"], pretrained=file, **more), ALONE)
+        found = load_file(file)
+        assert ("net.logit_bias" in other.model.state_dict()) == (more["loss"] == "siglip")
+        assert all(torch.equal(x, found[name]) for name, x in other.model.state_dict().items())
+        other.run()
+
+
+def test_weights_that_would_not_fit_are_not_advised(tmp_path):
     stopped(config(tmp_path))
-    with pytest.raises(OptionError, match="begin a run of its own with") as told:
-        Trainer(config(tmp_path, resume="latest", batch_size=12), ALONE)
-    file = str(told.value).rsplit("--pretrained ", 1)[1]
-    other = Trainer(config(tmp_path, name="other", batch_size=12, pretrained=file), ALONE)
-    assert same(other.model.state_dict(), load_file(file))
-    other.run()
+    with pytest.raises(OptionError, match=r"image_size = 0, got 64.*with another --name$"):
+        Trainer(config(tmp_path, resume="latest", image_size=64), ALONE)
+
+
+def test_a_smaller_pool_is_told(tmp_path):
+    stopped(config(tmp_path, pool_where="device", **POOL))
+    made = config(tmp_path, pool_where="device", resume="latest", **{**POOL, "pool": 16})
+    with pytest.raises(OptionError, match="resume with --pool of at least 64"):
+        Trainer(made, ALONE)
+
+
+def full_on_one(rank, made, which):
+    """Its disk is full: of the first, or of the other's pool."""
+    trainer = Trainer(made, Ranks(rank, 2, torch.device("cpu")))
+    steps = trainer._steps()
+    next(steps)
+    write = checkpoint.write_tensors
+
+    def full(path, tensors):
+        if path.name == which:
+            raise OSError(28, "No space left on device")
+        write(path, tensors)
+
+    checkpoint.write_tensors = full
+    with pytest.raises(CheckpointError, match=r"step-00000001 could not be written: .*No space"):
+        trainer._save(1)
+    checkpoint.write_tensors = write
+    left = list((trainer.folder / "checkpoints").iterdir())
+    trainer.ranks.wait()
+    trainer._save(1)
+    return [path.name for path in left]
+
+
+@pytest.mark.parametrize("which", ["pool-00001.safetensors", "model.safetensors"])
+def test_what_one_rank_cannot_write_is_told_on_all(tmp_path, which):
+    made = config(tmp_path, pool_where="device", **POOL)
+    assert ranks.run(full_on_one, 2, made, which, timeout=20.0) == [[], []]
+    assert checkpoint.latest(tmp_path / "run/checkpoints").name == "step-00000001"
 
 
 def test_the_weights_of_a_text_run_begin_another(tmp_path):
@@ -325,7 +428,7 @@ def test_a_checkpoint_without_the_models_config_is_loaded(tmp_path):
     assert not found.about["model"]
     del found.about["model"]
     assert same(model_of(config(tmp_path), found, average=True).state_dict(), found.model)
-    assert eval_command([str(tmp_path / "run")]) == 0
+    assert eval_command([str(tmp_path / "run"), "--retrieval", "synthetic:9"]) == 0
     assert train(config(tmp_path, steps=6, resume="latest")).steps == 6
 
 
@@ -367,6 +470,7 @@ def test_half_precision_goes_on_with_its_factor(tmp_path):
     next(steps)
     first._save(1)
     steps.close()
+    first.close()
     again = Trainer(config(tmp_path, precision="amp_fp16", resume="latest"), ALONE)
     assert again.stepper.scaler.get_scale() == first.stepper.scaler.get_scale()
     with torch.no_grad():
@@ -415,6 +519,27 @@ def test_one_process_and_shards_read_each_others_checkpoints(tmp_path):
         assert loss == pytest.approx(wanted, rel=1e-4)
 
 
+def not_stepped(rank, made):
+    """How much state the optimizer has after a checkpoint, and after it is loaded."""
+    who = Ranks(rank, 2, torch.device("cpu"))
+    first = Trainer(made, who)
+    first._save(1)
+    first.close()
+    who.wait()
+    again = Trainer(replace(made, run=replace(made.run, resume="latest")), who)
+    return len(first.stepper.optimizer.state), len(again.stepper.optimizer.state)
+
+
+def test_shards_of_an_optimizer_that_has_taken_no_step(tmp_path):
+    assert ranks.run(not_stepped, 2, config(tmp_path, dist="fsdp")) == [(0, 0)] * 2
+
+
+def test_features_in_host_memory_are_of_one_process(tmp_path):
+    with pytest.raises(OptionError, match="for one process, got 2 ranks; set --features device"):
+        Trainer(config(tmp_path, features="host"), Ranks(0, 2, torch.device("cuda")))
+    assert not (tmp_path / "run").exists()
+
+
 def test_shards_need_equal_numbers_of_micro_batches(tmp_path):
     made = config(tmp_path, dist="fsdp", batch_size=25, micro_batch=12)
     with pytest.raises(OptionError, match="make batch_size a multiple of 2"):
@@ -446,6 +571,21 @@ def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(tmp_path):
         assert goes_on
 
 
+def test_skipped_steps_are_counted_and_told(tmp_path, monkeypatch, capsys):
+    """Over all parts of a run."""
+    plain, calls = Stepper._clip, []
+    monkeypatch.setattr(Stepper, "_clip", lambda self: plain(self) * (
+        math.nan if len(calls) in (1, 3) else 1.0) * (calls.append(0) or 1.0))  # fmt: skip
+    stopped(config(tmp_path), after=2)
+    monkeypatch.setattr(Screen, "QUIET_S", -1.0)
+    outcome = train(config(tmp_path, resume="latest"))
+    rows = [row.get("skipped") for row in Log(outcome.folder).rows() if "loss" in row]
+    assert rows == [None, 1.0, 1.0, 2.0, 2.0]
+    told = capsys.readouterr().out
+    assert "1 skipped" in told
+    assert "skipped, their loss or gradient not being finite: 2 of 5 steps" in told
+
+
 def test_too_many_skipped_steps_stop_the_run(tmp_path):
     trainer = Trainer(config(tmp_path, max_skipped=1), ALONE)
     with torch.no_grad():
@@ -465,6 +605,59 @@ def test_every_optimizer_changes_the_weights(tmp_path, opt):
     assert len(moved) > 0.9 * len(before)
 
 
+def test_the_learning_rate_of_a_step():
+    """Linear over the warm-up, then a cosine to 0, or constant."""
+    cosine, const = (OptimConfig(warmup=4, lr_scheduler=each) for each in ("cosine", "const"))
+    assert [lr_at(step, 12, 1.0, cosine) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert lr_at(8, 12, 1.0, cosine) == pytest.approx(0.5)
+    assert lr_at(12, 12, 1.0, cosine) == pytest.approx(0.0)
+    assert [lr_at(step, 12, 1.0, const) for step in (3, 4, 11)] == [1.0] * 3
+
+
+@pytest.mark.parametrize(("how", "wanted"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
+def test_the_learning_rate_grows_with_the_batch(how, wanted):
+    made = OptimConfig(lr=1e-3, lr_scaling=how, lr_batch=256)
+    assert peak_lr(made, 1024) == pytest.approx(wanted)
+
+
+def test_a_run_follows_its_schedule(tmp_path):
+    made = config(tmp_path, lr=0.1, lr_scaling="linear", lr_batch=48, lr_scheduler="const")
+    steps = Trainer(made, ALONE)._steps()
+    assert [numbers["lr"] for _, numbers in steps] == pytest.approx([0.025, *[0.05] * 4])
+
+
+def test_gradients_are_clipped_together(tmp_path):
+    model = nn.Linear(3, 1)
+    for limit, after in ((0.0, 5.0), (1.0, 1.0)):
+        model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0, 0.0]]), torch.tensor([4.0])
+        assert clip_gradients(model, limit) == 5.0
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        assert norm == pytest.approx(after, abs=1e-5)
+    trainer = Trainer(config(tmp_path, grad_clip_norm=1e-3), ALONE)
+    assert next(trainer._steps())[1]["grad_norm"] > 1e-3
+    norms = [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+    assert torch.stack(norms).norm() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_bias_begins_as_configured(tmp_path):
+    trainer = Trainer(config(tmp_path, loss="siglip", init_bias=-3.0), ALONE)
+    assert trainer.model.net.logit_bias == -3.0
+
+
+def test_patches_are_left_out_in_training(tmp_path):
+    (tmp_path / "vit.json").write_text(json.dumps(VIT))
+    made = config(tmp_path, model=str(tmp_path / "vit.json"), patch_dropout=0.5)
+    model, seen = Trainer(made, ALONE).model, []
+    model.net.visual.transformer.register_forward_hook(
+        lambda part, given, out: seen.append(out.shape[1])
+    )
+    pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    model.images(pixels)
+    with evaluating(model):
+        model.images(pixels)
+    assert seen == [8 + 1, 16 + 1]  # the class token is never left out
+
+
 def test_siglip_has_a_bias_that_learns(tmp_path):
     outcome = train(config(tmp_path, loss="siglip"))
     assert weights(outcome)["net.logit_bias"] != -10.0
@@ -472,20 +665,24 @@ def test_siglip_has_a_bias_that_learns(tmp_path):
 
 
 def test_the_scale_is_clamped(tmp_path):
-    outcome = train(config(tmp_path, temperature=0.1, max_scale=9.0))
-    assert weights(outcome)["net.logit_scale"] <= math.log(9.0) + 1e-6
+    """To [1, max_scale], whatever it was before."""
+    trainer = Trainer(config(tmp_path, temperature=0.2, max_scale=9.0, lr=1e-6), ALONE)
+    for before, after in ((20.0, 9.0), (0.5, 1.0)):
+        trainer.model.set_scale(before, learn=True)
+        _, numbers = next(trainer._steps())
+        assert numbers["scale"] == pytest.approx(after)
 
 
 def test_bf16_trains(tmp_path):
-    plain = losses(train(config(tmp_path)))
-    half = losses(train(config(tmp_path, name="half", precision="amp_bf16")))
+    how = {"steps": 15, "lr": 3e-3, "train_data": "synthetic:48,cells=1"}
+    plain = losses(train(config(tmp_path, **how)))
+    half = losses(train(config(tmp_path, name="half", precision="amp_bf16", **how)))
     assert half != plain
     assert abs(half[0] - plain[0]) < 0.05
+    assert half[-1] < 0.9 * half[0]
 
 
 def text_data(tmp_path):
-    from test_models import make_text_folder
-
     words = ["red", "green", "blue", "big", "small"]
     rows = [
         {"query": f"a {a} {b}", "positive": f"{b} thing", "negatives": [f"{a} a", "a a"]}
@@ -595,9 +792,26 @@ def test_a_fixed_temperature_stays(tmp_path):
         ({"pretrained": "weights.pt"}, Exception, "not there"),
         ({"kind": "text", "model": "nowhere", "retrieval": []}, OptionError, "local folder"),
         ({"zero_shot": ["synthetic:9"], "classes": "none.txt"}, OptionError, "none.txt"),
+        ({"report_to": ["wandb"]}, OptionError, "pip install wandb"),
+        ({"model": "RN50"}, OptionError, r"RN50 has BatchNorm \(.*accept that with --batch-norm"),
+        (
+            {**SIMCLR, "model": "vgg11", "image_size": 32, "grad_checkpointing": True},
+            OptionError,
+            "vgg11 cannot recompute its activations: .*leave --grad-checkpointing out",
+        ),
+        (
+            {**SIMCLR, "model": "test_byobnet", "grad_checkpointing": True, "knows": False},
+            OptionError,
+            "test_byobnet cannot recompute its activations; leave",
+        ),
     ],
 )
-def test_what_is_missing_is_missed_before_anything_is_written(tmp_path, fields, error, says):
+def test_what_is_missing_is_missed_before_anything_is_written(
+    tmp_path, fields, error, says, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    if not fields.pop("knows", True):
+        monkeypatch.setattr(build, "hasattr", lambda *of: False, raising=False)
     with pytest.raises(error, match=says):
         Trainer(config(tmp_path, **fields), ALONE)
     assert not (tmp_path / "run").exists()

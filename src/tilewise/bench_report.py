@@ -2,7 +2,6 @@
 
 import csv
 import importlib.util
-import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def save_csv(config: BenchConfig, rows: list[Row], path: Path) -> None:
     provenance = {
         **measure.machine(config.where)._asdict(),
         "tilewise": tilewise.__version__,
-        "commit": _commit(),
+        "commit": measure.commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     lines = []
@@ -125,16 +124,3 @@ def _dress(axes: Any, title: str, unit: str, batches: tuple[int, ...]) -> None:
     axes.spines[["left", "bottom"]].set_color(PALE)
     axes.tick_params(color=PALE, labelcolor=INK)
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="best")
-
-
-def _commit() -> str:
-    """The commit of the checkout this runs from; empty for an installed package."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()

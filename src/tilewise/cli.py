@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 APPLICATIONS = {
     "train": "train a contrastive model: tilewise train [RECIPE] [--field value ...]",
-    "eval": "evaluate a run, a checkpoint or a model: tilewise eval RUN [--field value ...]",
+    "eval": (
+        "evaluate a run, a checkpoint or an exported model: tilewise eval RUN [--field value ...]"
+    ),
     "export": (
         "write a model for open_clip, sentence-transformers or timm: tilewise export RUN FOLDER"
     ),
@@ -42,7 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        more = "; --name NAME --resume latest goes on from its last checkpoint, if it has saved one"
+        more = (
+            "; tilewise train runs/NAME/config.toml --resume latest goes on from its last "
+            "checkpoint, if it has saved one"
+        )
         told = f"interrupted at once{more if argv[:1] == ['train'] else ''}"
         print(f"tilewise: {str(error) or told}", file=sys.stderr)
         return getattr(error, "code", 130)

@@ -2,6 +2,7 @@
 
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,19 @@ def machine(device: torch.device | None = None) -> Machine:
         model = _proc_field("cpuinfo", "model name") or platform.processor() or platform.machine()
         name = f"{model}, {torch.get_num_threads()} threads"
     return Machine(name, platform.python_version(), torch.__version__)
+
+
+def commit() -> str:
+    """The commit of the checkout this runs from; empty for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def free_bytes(device: torch.device) -> int:

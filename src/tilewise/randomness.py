@@ -89,7 +89,7 @@ def _is_equal(x: Tensor | None, value: Tensor | None) -> bool:
     """Whether it is what it was: `.data` and numpy change it and leave its version alone."""
     if x is None or value is None or type(x) is not Tensor or x.layout != torch.strided:
         return True  # or not to be compared
-    return torch.equal(x, value) or bool(((x == value) | ((x != x) & (value != value))).all())
+    return torch.equal(x, value) or bool(((x == value) | (x.isnan() & value.isnan())).all())
 
 
 def _version(x: Tensor | None) -> int:

@@ -21,6 +21,8 @@ from tilewise.models.libraries import need
 from tilewise.models.patches import multiply_patches
 from tilewise.models.weights import load_strictly, read_pretrained
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # as timm finds them
+
 
 class TwoViews(PairModel):
     """(first, second) views -> rows, cols, scale.
@@ -55,7 +57,9 @@ class TwoViews(PairModel):
         if pretrained:
             load_strictly(self.backbone, read_pretrained(Path(pretrained)), Path(pretrained))
         self.image_size = image_size or int(self.backbone.default_cfg["input_size"][1])
-        self.projector = _projector([self.backbone.num_features, *projector])
+        # Some widen what is pooled: by what timm calls the head's hidden layer.
+        pooled = getattr(self.backbone, "head_hidden_size", None) or self.backbone.num_features
+        self.projector = _projector([pooled, *projector])
         self.logit_scale = nn.Parameter(torch.zeros(()))
         self.set_pixels(*(self.backbone.default_cfg[key] for key in ("mean", "std")))
 
@@ -89,7 +93,7 @@ class TwoViews(PairModel):
             name: each.detach().cpu().contiguous()
             for name, each in self.backbone.state_dict().items()
         }
-        need("safetensors.torch").save_file(weights, folder / "model.safetensors")
+        need("safetensors.torch").save_file(weights, folder / WEIGHTS)
         pixels = {key: self.backbone.default_cfg[key] for key in ("mean", "std")}
         size = [3, self.image_size, self.image_size]
         about = {
@@ -100,7 +104,24 @@ class TwoViews(PairModel):
             "model_args": self.model_args,
             "pretrained_cfg": {"input_size": size, **pixels},  # as timm reads a folder
         }
-        (folder / "config.json").write_text(json.dumps(about, indent=2))
+        (folder / CONFIG).write_text(json.dumps(about, indent=2))
+
+
+def read_export(folder: Path) -> dict[str, Any]:
+    """Name, image size and weights of a backbone that was exported."""
+    try:
+        about = json.loads((folder / CONFIG).read_text())
+        size = about["pretrained_cfg"]["input_size"][-1]
+        return {
+            "model": about["architecture"],
+            "image_size": size,
+            "pretrained": str(folder / WEIGHTS),
+        }
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise OptionError(
+            f"{folder / CONFIG} must tell of a model of timm, as tilewise export writes it, and "
+            f"does not: {error!r}"
+        ) from error
 
 
 class _TwoViews:

@@ -61,12 +61,32 @@ def load_weights(net: nn.Module, path: Path) -> set[str]:
     parts = [net, net.get_submodule("visual")]
     parts += [trunk for name, trunk in parts[1].named_children() if name == "trunk"]
     target = max(parts, key=lambda part: len(set(weights) & set(part.state_dict())))
-    known = target.state_dict()
-    for name in ("logit_scale", "logit_bias"):
-        if name in weights and name in known:
-            weights[name] = weights[name].reshape(known[name].shape)
+    loaded = set(weights)
+    if target is net:
+        weights = _fitted(net, weights)
     load_strictly(target, weights, path)
-    return set(weights)
+    return loaded
+
+
+def _fitted(net: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For another loss, which has a bias or has none, another image size or another length."""
+    known, weights = net.state_dict(), dict(weights)
+    if "logit_bias" in known:
+        weights.setdefault("logit_bias", known["logit_bias"])
+    else:
+        weights.pop("logit_bias", None)
+    for name in {"logit_scale", "logit_bias"} & set(weights) & set(known):
+        weights[name] = weights[name].reshape(known[name].shape)
+    library = need("open_clip.model")
+    for name, resize in {
+        "visual.positional_embedding": library.resize_pos_embed,
+        "positional_embedding": library.resize_text_pos_embed,
+        "text.positional_embedding": library.resize_text_pos_embed,
+    }.items():
+        both = [table[name].shape for table in (known, weights) if name in table]
+        if len(both) == 2 and both[0][1:] == both[1][1:]:
+            resize(weights, net)
+    return weights
 
 
 def load_strictly(module: nn.Module, weights: dict[str, Tensor], origin: Path) -> None:

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from tilewise.data.views import View
+from tilewise.errors import OptionError
 from tilewise.models.base import PairModel
 from tilewise.models.image_text import ImageText
 from tilewise.models.text_pairs import TextPairs
@@ -59,7 +59,7 @@ def make_model(config: Config, told: dict[str, Any] | None = None) -> PairModel:
         made.set_scale(1 / loss.temperature, learn=loss.learn_temperature)
     made.log_scale.requires_grad_(loss.learn_temperature)
     if model.grad_checkpointing:
-        _checkpoint(made)
+        _checkpoint(made, model.model)
     return made
 
 
@@ -80,23 +80,21 @@ def _image_text(config: Config, told: dict[str, Any] | None) -> ImageText:
     return made
 
 
-def _checkpoint(model: PairModel) -> None:
-    """Of whatever part knows how."""
-    parts = (each for each in model.modules() if each is not model)
-    outer = next((each for each in parts if _checkpointable(each)), None)
-    if outer is not None:
-        name = (
-            "set_grad_checkpointing"
-            if hasattr(outer, "set_grad_checkpointing")
-            else "gradient_checkpointing_enable"
+def _checkpoint(model: PairModel, name: str) -> None:
+    """Let every part that knows how recompute its activations; one that refuses is told."""
+    ways = ("set_grad_checkpointing", "gradient_checkpointing_enable")
+    known = [getattr(part, way) for part in model.modules() for way in ways if hasattr(part, way)]
+    try:
+        for enable in known:
+            enable()
+    except (AssertionError, ValueError) as error:  # of timm, of transformers
+        known, why = [], f": {error}"
+    else:
+        why = ""
+    if not known:
+        raise OptionError(
+            f"{name} cannot recompute its activations{why}; leave --grad-checkpointing out"
         )
-        getattr(outer, name)()
-
-
-def _checkpointable(module: nn.Module) -> bool:
-    return hasattr(module, "set_grad_checkpointing") or hasattr(
-        module, "gradient_checkpointing_enable"
-    )
 
 
 def train_view(data: DataConfig, model: PairModel) -> View:

@@ -13,10 +13,11 @@ The order of data, crops, dropout and the learning rate are functions of seed an
 of them needs to be saved.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,29 @@ class Snapshot:
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Whole weights and the optimizer's state; all ranks call it, the first one gets them."""
     weights: Any = full_state.get_model_state_dict(model, options=_FULL)
+    before, groups = set(optimizer.state), [set(group) for group in optimizer.param_groups]
     moments: Any = full_state.get_optimizer_state_dict(model, optimizer, options=_FULL)
+    _forget(optimizer, before, groups)
+    if not before:
+        told = zip(moments.get("param_groups", []), groups, strict=False)  # the first rank's
+        kept = [{name: group[name] for name in names} for group, names in told]
+        moments = {"state": {}, "param_groups": kept}
     return Snapshot(model=dict(weights), optimizer=dict(moments))
 
 
+def _forget(optimizer: torch.optim.Optimizer, known: set[Any], groups: list[set[str]]) -> None:
+    """Drop what is not known of weights and groups: PyTorch gives an optimizer that has taken no
+    step the state of one that has, to see what it looks like.
+    """
+    for weight in set(optimizer.state) - known:
+        del optimizer.state[weight]
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        for name in set(group) - names:
+            del group[name]
+
+
 def ema_state(average: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same of the average."""
+    """The averaged weights, unsharded, in host memory."""
     return {name: whole(each).cpu() for name, each in average.items()}
 
 
@@ -76,7 +94,11 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, found: Snapshot)
             # One number of a large weight's state is something else: a variance of AdaFactor's.
             if key != "step" and isinstance(x, Tensor) and found.model[name].numel() == 1:
                 own[key] = _as_here(x, shapes[name])
+    known = {p for name, p in model.named_parameters() if name in found.optimizer["state"]}
+    both = zip(optimizer.param_groups, found.optimizer["param_groups"], strict=True)
+    groups = [{*own, *loaded} for own, loaded in both]
     full_state.set_optimizer_state_dict(model, optimizer, found.optimizer, options=_SOME)
+    _forget(optimizer, known, groups)
 
 
 def _as_here(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -112,16 +134,37 @@ def begin(folder: Path, step: int) -> Path:
     """The folder that a checkpoint is written to before it gets its name."""
     draft = folder / f".step-{step:08d}.draft"
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    with _writing(draft):
+        draft.mkdir(parents=True)
     return draft
+
+
+@contextlib.contextmanager
+def _writing(draft: Path, *, shared: bool = False) -> Iterator[None]:
+    """What cannot be written is told, and the draft is gone, unless others may be writing to it."""
+    try:
+        yield
+    except (OSError, need("safetensors").SafetensorError) as error:
+        if not shared:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"{_target(draft)} could not be written: {error}; the checkpoints before it are as "
+            "they were"
+        ) from error
+
+
+def _target(draft: Path) -> Path:
+    """What a draft is called once it is whole."""
+    return draft.with_name(draft.name.removeprefix(".").removesuffix(".draft"))
 
 
 def write_pool(draft: Path, rank: int, state: dict[str, Any]) -> None:
     """The pool of one rank, which writes it itself: it may be large."""
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     facts = {name: x for name, x in state.items() if not isinstance(x, Tensor)}
-    write_tensors(draft / f"pool-{rank:05d}.safetensors", tensors)
-    (draft / f"pool-{rank:05d}.json").write_text(json.dumps(facts))
+    with _writing(draft, shared=True):
+        write_tensors(draft / f"pool-{rank:05d}.safetensors", tensors)
+        (draft / f"pool-{rank:05d}.json").write_text(json.dumps(facts))
 
 
 def load_pool(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -140,19 +183,12 @@ def num_pools(folder: Path) -> int:
 
 def save(draft: Path, shot: Snapshot) -> Path:
     """Write the rest and rename it: whoever reads finds all of it or nothing."""
-    target = draft.with_name(f"step-{shot.step:08d}")
-    try:
+    target = _target(draft)
+    with _writing(draft):
         _write_all(draft, shot)
-        if target.exists():  # of a run that went on from before it
-            os.replace(target, target.with_name(f".{target.name}.old"))
+        _remove(target)  # of a run that went on from before it
         os.replace(draft, target)
         _sync(target.parent)
-    except (OSError, need("safetensors").SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(
-            f"{target} could not be written: {error}; the checkpoints before it are as they were"
-        ) from error
-    shutil.rmtree(target.with_name(f".{target.name}.old"), ignore_errors=True)
     return target
 
 
@@ -296,7 +332,22 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest that are whole."""
     whole_ones = [found for found in steps_in(folder) if _is_sound(found)]
     for old in whole_ones[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+
+
+def _remove(found: Path) -> None:
+    """Under another name first: what is half gone is not taken for a damaged checkpoint."""
+    aside = found.with_name(f".{found.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not there, or not to be moved
+        os.replace(found, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a run left that was killed while it wrote or removed a checkpoint."""
+    for left in (*folder.glob(".step-*.draft"), *folder.glob(".step-*.old")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def forget_after(folder: Path, step: int) -> None:

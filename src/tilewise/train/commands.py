@@ -10,11 +10,13 @@ from pathlib import Path
 from tilewise.errors import CheckpointError, OptionError
 from tilewise.evaluate.report import metrics_table, save_metrics
 from tilewise.evaluate.suite import Suite
+from tilewise.models import two_views
 from tilewise.models.base import PairModel
 from tilewise.models.image_text import CONFIG
 from tilewise.models.libraries import need
 from tilewise.train import checkpoint, configfile
 from tilewise.train.build import make_model, model_of
+from tilewise.train.checks import warn_of_old_torch
 from tilewise.train.config import Config, EvalConfig, ModelConfig
 from tilewise.train.loop import RESULTS, train
 from tilewise.train.screen import Screen
@@ -46,6 +48,7 @@ def train_command(args: Sequence[str]) -> int:
 
 def _need_all() -> None:
     """What every run shows, draws, saves and reads with; before it takes its time."""
+    warn_of_old_torch()
     for name in ("rich", "matplotlib", "safetensors", "PIL"):
         need(name)
 
@@ -55,6 +58,7 @@ def eval_command(args: Sequence[str]) -> int:
     place, flags = _first(args, "")
     found, base = _found(place)
     config = configfile.with_flags(base, flags, prog="tilewise eval [RUN]")
+    _check_asked(config.eval)
     _need_all()
     ranks = start(config.run.device, config.run.timeout_s)
     screen = Screen(shown=ranks.is_first)
@@ -76,6 +80,15 @@ def eval_command(args: Sequence[str]) -> int:
     if ranks.is_first:
         _tell(metrics, folder, screen)
     return 0
+
+
+def _check_asked(config: EvalConfig) -> None:
+    """Raise unless something is to be measured."""
+    if not (config.retrieval or config.zero_shot or config.probe or config.localise):
+        raise OptionError(
+            "there is nothing to measure on; name data with --retrieval, --zero-shot, --probe or "
+            "--localise"
+        )
 
 
 def _has_weights(model: ModelConfig) -> bool:
@@ -121,9 +134,14 @@ def _found(place: str) -> tuple[Path | None, Config]:
     base = configfile.read(DEFAULT)
     if (path / CONFIG).is_file():
         return None, replace(base, model=replace(base.model, model=place))
+    nothing = EvalConfig(retrieval=(), zero_shot=())
     if (path / SENTENCES).is_file():
         texts = replace(base.model, kind="text", model=place, pretrained="")
-        return None, replace(base, model=texts, eval=EvalConfig(retrieval=(), zero_shot=()))
+        return None, replace(base, model=texts, eval=nothing)
+    if (path / two_views.CONFIG).is_file():
+        views = ModelConfig(kind="simclr", **two_views.read_export(path))
+        loss = replace(base.loss, loss="nt_xent")
+        return None, replace(base, model=views, loss=loss, eval=nothing)
     found = _checkpoint(place)
     return found, _config_of(found)
 

@@ -6,9 +6,9 @@ Where a flag means what it means in open_clip it is spelled as there.
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
+from tilewise import Pool
 from tilewise.errors import OptionError
 
 
@@ -46,14 +46,14 @@ class ModelConfig:
     lock_text: bool = False
     """Leave the text tower as it is."""
     grad_checkpointing: bool = False
-    """Recompute activations in the backward."""
+    """Save memory: recompute activations in the backward instead of keeping them."""
     torchcompile: bool = False
-    """Compile the model."""
+    """Compile the model with torch.compile."""
     query_prefix: str = ""
-    """text: put before queries, as some models want it; by default the folder's prompt, if any, and
-    "none" for none."""
+    """text: put before every query, as some models want it; by default the prompt that the folder
+    tells of, if any; "none" for none."""
     document_prefix: str = ""
-    """text: put before documents, likewise."""
+    """text: put before every document, likewise."""
     max_length: int = 0
     """Tokens of a text, the rest cut off; 0 for what the model takes."""
     image_size: int = 0
@@ -96,12 +96,12 @@ class DataConfig:
     workers: int = 0
     """Processes that load; 0 loads beside the training, in a thread."""
     index_folder: str = ""
-    """Folder where the indexes of shards are kept: headers are read once, and no memory is taken by
-    what is in the files; for millions of samples."""
+    """Folder where indexes of shards are kept, so that their headers are read once and samples take
+    no memory: for many millions of them."""
     shuffle_window: int = 0
-    """Samples that are shuffled among themselves, in storage order otherwise; 0 for all."""
+    """Shuffle within windows of so many stored samples, for slow disks; 0 shuffles all."""
     crop_scale: float = 0.9
-    """Least share of an image's area that a random crop aims at; 1 for none."""
+    """Smallest share of an image's area that a random crop takes; 1 for no crops."""
     flip: bool = False
     """Mirror half the images."""
     jitter: float = 0.0
@@ -135,23 +135,33 @@ class LossConfig:
     """What is minimised."""
 
     loss: Literal["clip", "siglip", "info_nce", "nt_xent"] = "clip"
-    """Both directions; a sigmoid a pair; queries to documents only; two views."""
+    """clip: both directions. siglip: a sigmoid per pair. info_nce: queries to documents.
+    nt_xent: two views (kind = simclr)."""
     backend: Literal["auto", "fused", "chunked", "dense"] = "auto"
-    """Of the loss."""
+    """Which implementation of the loss runs; auto picks the fastest exact one."""
     temperature: float = 0.07
-    """To begin with, unless weights bring theirs."""
+    """Initial temperature; ignored if the pretrained weights bring one. One that is learned stays
+    between 1 / max_scale and 1."""
     learn_temperature: bool = True
-    """Train it."""
+    """Whether the temperature is learned."""
     max_scale: float = 100.0
-    """Largest 1 / temperature: the scale is clamped after every step."""
+    """Largest scale = 1 / temperature: while learned, it is clamped to [1, max_scale] after every
+    step."""
     init_bias: float = -10.0
-    """siglip: bias to begin with."""
+    """siglip: initial bias, which is learned."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all pairs; not with siglip."""
 
     def __post_init__(self) -> None:
         _check_above(0, temperature=self.temperature)
-        _check(self.max_scale > 0, f"max_scale must be above 0, got {self.max_scale}")
+        _check(self.max_scale >= 1, f"max_scale must be at least 1, got {self.max_scale}")
+        _check(math.isfinite(self.init_bias), f"init_bias must be finite, got {self.init_bias}")
+        scale = 1 / self.temperature
+        _check(
+            not self.learn_temperature or 1 <= scale <= self.max_scale,
+            f"a temperature that is learned must be from 1 / max_scale = {1 / self.max_scale:g} to "
+            f"1, got {self.temperature:g}; or fix it with --no-learn-temperature",
+        )
         _check(
             0 <= self.label_smoothing < 1,
             f"label_smoothing must be in [0, 1), got {self.label_smoothing}",
@@ -171,24 +181,25 @@ class StepConfig:
     micro_batch: int = 512
     """Pairs that the encoders take at once, on each rank."""
     keep: float | Literal["auto"] = "auto"
-    """MiB for graphs that need not be computed twice; auto: what is free."""
+    """MiB for activations that are kept, so that their micro-batches need not be run twice; auto:
+    what is free."""
     features: Literal["device", "host"] = "device"
     """Where features of the batch are held; host for batches whose features do not fit."""
     pool: int = 0
-    """Negatives of earlier batches that queries are held against too, on each rank;
+    """How many features of earlier batches are further negatives, on each rank;
     needs loss = 'info_nce'."""
     pool_where: str = "host"
-    """device, host, or a file."""
+    """Where the pool is held: device, host, or a file (./NAME for one here)."""
     batch_norm: bool = False
-    """Accept BatchNorm in train mode, with the statistics of micro-batches."""
+    """Accept models with BatchNorm, whose statistics are then those of micro-batches."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
-    """amp_*: autocast."""
+    """fp32, or mixed precision under autocast."""
 
     def __post_init__(self) -> None:
         _check_above(0, batch_size=self.batch_size, micro_batch=self.micro_batch)
         where = self.pool_where
         _check(
-            where in ("device", "host") or Path(where).name != where or bool(Path(where).suffix),
+            where in ("device", "host") or Pool.is_path(where),
             f"pool_where must be device, host or a path, ./NAME for one here, got {where!r}",
         )
         _check(
@@ -205,36 +216,36 @@ class OptimConfig:
     opt: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
     """AdamW and AdaFactor of PyTorch, Lion and LAMB of timm."""
     lr: float = 1e-3
-    """Largest learning rate, for `lr_batch` pairs."""
+    """Largest learning rate, reached after the warm-up; meant for a batch of lr_batch."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How it grows with batch_size / lr_batch."""
+    """How the learning rate grows with batch_size / lr_batch."""
     lr_batch: int = 0
-    """Batch that `lr` is meant for; 0 for batch_size."""
+    """Batch size that lr is meant for; 0 for batch_size."""
     lr_scheduler: Literal["cosine", "const"] = "cosine"
-    """After the warm-up."""
+    """Learning rate after the warm-up: cosine decay to 0, or constant."""
     warmup: int = 20
     """Steps in which the learning rate grows from 0."""
     wd: float = 0.2
     """Weight decay of matrices; vectors and scales have none."""
     beta1: float = 0.9
-    """First moment (not of AdaFactor)."""
+    """Decay of the gradient's average (not of AdaFactor)."""
     beta2: float = 0.98
-    """Second moment (not of AdaFactor)."""
+    """Decay of the squared gradient's average; Lion: of its momentum (not of AdaFactor)."""
     eps: float = 1e-6
-    """Added to the root of the second moment (AdamW, LAMB)."""
+    """Added to the denominator of an update (AdamW, LAMB)."""
     grad_clip_norm: float = 1.0
-    """Largest norm of the whole gradient; 0 for no limit."""
+    """Gradients are scaled down to this norm, that of all weights together; 0 for no limit."""
     ema: float = 0.0
     """Decay of an average of the weights, evaluated and saved beside them; 0 for none."""
     max_skipped: int = 20
-    """Steps in a row that may be skipped because a loss or gradient is not finite."""
+    """How many steps in a row may be skipped, their loss or gradient not being finite."""
 
     def __post_init__(self) -> None:
         _check_above(0, lr=self.lr, eps=self.eps)
         _check(self.lr_batch >= 0, f"lr_batch must not be negative, got {self.lr_batch}")
         _check(
-            self.warmup >= 0 and self.wd >= 0,
-            f"warmup and wd must not be negative, got {self.warmup}, {self.wd}",
+            self.warmup >= 0 and 0 <= self.wd < math.inf,
+            f"warmup and wd must be finite and not negative, got {self.warmup}, {self.wd}",
         )
         _check(
             0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
@@ -269,9 +280,9 @@ class EvalConfig:
     """Two data sets with labels:
     kNN and a linear probe are fitted on the first, tested on the second."""
     localise: tuple[str, ...] = ()
-    """Images with texts, composed into scenes in which a text is to be found."""
+    """Images with texts, composed into scenes: does the model find what a text names?"""
     captions: Literal["first", "all"] = "first"
-    """Which captions of a sample are looked for and through."""
+    """Which captions of a sample retrieval ranks: the first, or all."""
     eval_batch: int = 256
     """Samples that are embedded at once."""
 
@@ -292,29 +303,29 @@ class RunConfig:
     steps: int = 0
     """Steps instead of epochs, if not 0."""
     seed: int = 0
-    """Of weights, order, crops and dropout: two runs of one seed are equal bit for bit."""
+    """Seed of weights, order, crops and dropout: two runs with one seed are equal bit for bit."""
     device: str = "auto"
     """auto, cpu or cuda."""
     dist: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun or SLURM: weights on every rank, or sharded over them (FSDP2)."""
     timeout_s: float = 600.0
-    """After which a rank gives up on another."""
+    """Seconds after which a rank gives up waiting for another."""
     runs: str = "runs"
     """Folder for run folders."""
     name: str = ""
-    """Of the run folder; by default the model and the time."""
+    """Name of the run folder; by default the model and the time."""
     resume: str = ""
-    """A checkpoint folder, or latest: the newest one of the run `name`."""
+    """Go on from a checkpoint folder, or from latest: the newest one of the run of this name."""
     save_every: int = 0
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
-    """Older ones are removed."""
+    """How many of the newest checkpoints are kept."""
     eval_every: int = 0
     """Steps between evaluations; the last step is always evaluated."""
     log_every: int = 10
     """Steps between lines of the log."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
-    """Beside metrics.jsonl, which is always written."""
+    """Where numbers go besides metrics.jsonl, which is always written."""
 
     def __post_init__(self) -> None:
         _check_above(0, epochs=self.epochs)
@@ -378,8 +389,4 @@ class Config:
         _check(
             self.run.resume != "latest" or bool(self.run.name),
             "resume = 'latest' goes on with the run of a name; give --name",
-        )
-        _check(
-            self.step.features == "device" or self.run.dist == "ddp",
-            "features = 'host' is for one process; leave it on the device",
         )

@@ -1,7 +1,10 @@
 """Configurations as TOML files, recipes by name, and flags for every field."""
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
 import json
 import sys
 import typing
@@ -12,6 +15,7 @@ from typing import Any
 
 from tilewise.errors import OptionError
 from tilewise.models.libraries import need
+from tilewise.train import config as config_module
 from tilewise.train.config import Config
 
 if sys.version_info >= (3, 11):
@@ -35,7 +39,7 @@ def read(name: str) -> Config:
     if name in recipes():
         text = (RECIPES / f"{name}.toml").read_text("utf-8")
     elif path.is_file():
-        text = path.read_text("utf-8")
+        text = _read_text(path)
     else:
         near = ", ".join(difflib.get_close_matches(name, recipes(), 3)) or ", ".join(recipes())
         raise OptionError(f"there is no recipe or TOML file {name!r}; recipes near it: {near}")
@@ -44,6 +48,16 @@ def read(name: str) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise OptionError(f"{name} is not TOML: {error}") from error
     return from_tables(tables, name)
+
+
+def _read_text(path: Path) -> str:
+    """Of a file that some editors begin with a mark."""
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{path} is not TOML, which is UTF-8: {error}; save it as such"
+        ) from error
 
 
 def from_tables(tables: dict[str, Any], origin: str) -> Config:
@@ -132,11 +146,42 @@ def with_flags(config: Config, flags: Sequence[str], *, prog: str) -> Config:
     """
     tyro = need("tyro")
     marked = tyro.conf.OmitArgPrefixes[Config]
-    made: Config = tyro.cli(
+    made: tuple[Config, list[str]] = tyro.cli(
         marked,
         prog=prog,
         default=config,
         args=list(flags),
         description="Every field of a configuration is a flag.",
+        return_unknown_args=True,
     )
-    return made
+    if made[1]:
+        raise OptionError(_unknown(made[1][0], prog))
+    return made[0]
+
+
+def _unknown(given: str, prog: str) -> str:
+    """What to say of an argument that is none."""
+    if not given.startswith("-"):
+        command = prog.rsplit(" ", 1)[0]
+        return (
+            f"{given!r} is not the value of a flag; what is run goes before all flags: "
+            f"{command} {given} ..."
+        )
+    sentences = _sentences()
+    name = given.lstrip("-").split("=")[0].replace("-", "_")
+    words = name.replace("_", " ").lower()
+    told = [field for field, sentence in sentences.items() if words in sentence.lower()]
+    near = [*difflib.get_close_matches(name, sentences, 3, 0.7), *told][:3]
+    flags = ", ".join("--" + field.replace("_", "-") for field in dict.fromkeys(near))
+    return f"there is no flag {given}; {f'near it: {flags}' if near else f'see {prog} --help'}"
+
+
+def _sentences() -> dict[str, str]:
+    """What stands under each field."""
+    found = {}
+    for section in ast.parse(inspect.getsource(config_module)).body:
+        parts = section.body if isinstance(section, ast.ClassDef) else []
+        for part, after in itertools.pairwise(parts):
+            if isinstance(part, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found[ast.unparse(part.target)] = ast.literal_eval(after.value)
+    return found

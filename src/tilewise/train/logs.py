@@ -1,10 +1,8 @@
-"""What a run leaves behind: a folder and a log."""
+"""What a run tells of itself: numbers by step, and versions."""
 
 import contextlib
-import itertools
 import json
 import platform
-import subprocess
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,14 +12,13 @@ import torch
 
 import tilewise
 from tilewise import measure
-from tilewise.errors import OptionError
-from tilewise.models.libraries import need
+from tilewise.models.libraries import EXTRA, need
 
 METRICS = "metrics.jsonl"
 
 
 def versions() -> dict[str, str]:
-    """Of what a run depends on, and the commit of a checkout."""
+    """Of what a run depends on, and the commit of a checkout (empty if it is installed)."""
     from importlib import metadata  # noqa: PLC0415
 
     names = (
@@ -40,84 +37,34 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return {**found, "commit": _commit()}
+    return {**found, "commit": measure.commit()}
 
 
-def _commit() -> str:
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=10",
-    ]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def make_folder(folder: Path, *, resume: bool) -> None:
-    """The run's; one that is there is taken up again only if asked for."""
-    if not _claim(folder) and not resume:
-        raise OptionError(
-            f"the run folder {folder} is there already; take another --name, or go on with "
-            "--resume latest"
-        )
-
-
-def make_new_folder(runs: Path, model: str) -> Path:
-    """Named for model and time; with a number behind where another run is."""
-    first = runs / default_name(model)
-    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([first], others) if _claim(folder))
-
-
-def _claim(folder: Path) -> bool:
-    """Whether it is new. Of runs that begin at once, one makes the log, and so has the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / METRICS).open("x").close()
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise OptionError(
-            f"runs must be a folder that can be made, got {folder}: {error.strerror}"
-        ) from error
-    return True
-
-
-def give_back(folder: Path) -> None:
-    """Let another run have the folder of one that failed before it left anything."""
-    log = folder / METRICS
-    if log.exists() and not log.stat().st_size and not (folder / "checkpoints").exists():
-        log.unlink()
-
-
-def default_name(model: str) -> str:
-    """Model and time."""
-    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(model).name)
-    return f"{plain}-{datetime.now():%Y%m%d-%H%M%S}"
+def check_reporters(report_to: tuple[str, ...]) -> None:
+    """Raise unless what else is asked for is installed."""
+    for name in report_to:
+        need(name, EXTRA if name == "tensorboard" else f"pip install {name}")
 
 
 class Log:
     """Numbers by step: metrics.jsonl, and what else is asked for.
 
-    Only the first rank has one that writes.
+    Only the first rank has one that writes. `since` is the step that the run goes on from, `about`
+    its configuration.
     """
 
     def __init__(
         self,
         folder: Path | None,
         report_to: tuple[str, ...] = (),
+        *,
+        since: int = 0,
         about: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.writers: list[Any] = []
         if folder is not None and "tensorboard" in report_to:
-            self.writers.append(_TensorBoard(folder))
+            self.writers.append(_TensorBoard(folder, since))
         if folder is not None and "wandb" in report_to:
             self.writers.append(_Wandb(folder, about or {}))
 
@@ -167,11 +114,11 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        need("tensorboard")
+    def __init__(self, folder: Path, since: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        # What it has of later steps is of another branch.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=since + 1)
 
     def add(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
@@ -183,7 +130,7 @@ class _TensorBoard:
 
 class _Wandb:
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self.run = need("wandb", "pip install wandb").init(
+        self.run = need("wandb").init(
             project="tilewise", name=folder.name, dir=folder, config=about
         )
 
@@ -201,8 +148,3 @@ def memory_mib(device: torch.device) -> float:
     import resource  # noqa: PLC0415
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def machine(device: torch.device) -> str:
-    """On what."""
-    return str(measure.machine(device))

@@ -1,14 +1,14 @@
 """Training: steps, and between them evaluation, checkpoints and records."""
 
-import json
 import math
+import shlex
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -20,19 +20,20 @@ from tilewise.data.loader import Batches, load, moved
 from tilewise.data.order import Order
 from tilewise.data.samples import Source
 from tilewise.data.sources import open_source
-from tilewise.errors import DataError, OptionError
+from tilewise.errors import DataError
 from tilewise.evaluate import plots
 from tilewise.evaluate.report import metrics_table, save_metrics
 from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel, evaluating
-from tilewise.train import checkpoint, logs
+from tilewise.train import checkpoint, logs, runfolder
 from tilewise.train.build import make_model, model_of, train_view
 from tilewise.train.checkpoint import Snapshot
+from tilewise.train.checks import check_alike, check_norms, check_ranks
 from tilewise.train.config import Config
-from tilewise.train.configfile import to_toml
 from tilewise.train.objective import check_negatives
 from tilewise.train.resuming import find, resume
-from tilewise.train.screen import Screen
+from tilewise.train.saving import save
+from tilewise.train.screen import Screen, counted, short
 from tilewise.train.setup import Ranks, start
 from tilewise.train.stepping import Stepper, autocast
 from tilewise.train.stopping import Stop, Stopped
@@ -73,10 +74,12 @@ class Trainer:
         loading = (data.workers, data.index_folder)
         self.suite = Suite(config.eval, *loading, ranks, self._part)
         source = open_source(data.train_data, index_folder=data.index_folder or None)
-        _check_batch(config, ranks)
+        check_ranks(config, ranks)
+        ranks.ask_first(lambda: logs.check_reporters(config.run.report_to))
         shot = find(config, ranks, self.screen.say)
         self.model: PairModel = self._made(shot).to(ranks.device)
         self.suite.check(self.model)
+        check_norms(config, self.model)
         self.source = self._cached(source) if data.feature_cache else source
         self.batches = self._batches()
         self._check_sample()
@@ -84,9 +87,14 @@ class Trainer:
         epochs = config.run.epochs * len(self.source) / config.step.batch_size
         self.steps = config.run.steps or max(1, int(epochs))
         self.first_step = self.saved = 0
-        self.folder = self._open_folder(shot)
-        log_folder = self.folder if ranks.is_first else None
-        self.log = logs.Log(log_folder, config.run.report_to, asdict(config))
+        self.log = logs.Log(None)
+        self.held: IO[str] | None = None
+        self.folder: Path = ranks.ask_first(self._take_folder)
+        try:
+            self._begin(shot)
+        except BaseException:
+            self.close()
+            raise
 
     def _cached(self, source: Source) -> Source:
         """With the features of the locked tower, which the first rank computes if need be."""
@@ -135,7 +143,7 @@ class Trainer:
         try:
             with torch.no_grad(), autocast(config, self.ranks.device), evaluating(self.model):
                 out = self.model(**self.model.precompute(moved(inputs, self.ranks.device)))
-                _check_alike(*(out[name].shape[1] for name in ("rows", "cols")))
+                check_alike(*(out[name].shape[1] for name in ("rows", "cols")))
         except (RuntimeError, ValueError, TypeError) as error:
             shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in inputs.items())
             raise DataError(
@@ -144,22 +152,23 @@ class Trainer:
             ) from error
         check_negatives(config, "negatives" in out)
 
-    def _open_folder(self, shot: Snapshot | None) -> Path:
-        """The run's folder, alike on all ranks; and all that a checkpoint has to go on from."""
-        run = self.config.run
-        folder: Path = self.ranks.ask_first(self._make_folder)
-        if run.resume:
-            self.first_step = self.saved = resume(self.stepper, folder, shot, self.screen.say)
-        if self.ranks.is_first:
-            named = replace(self.config, run=replace(run, name=folder.name))
-            (folder / "config.toml").write_text(to_toml(named))
-            about = {
-                "versions": logs.versions(),
-                "machine": logs.machine(self.ranks.device),
-                "ranks": self.ranks.world,
-            }
-            (folder / "versions.json").write_text(json.dumps(about, indent=1))
+    def _take_folder(self) -> Path:
+        """The run's, which no other can have now; on the first rank."""
+        folder = runfolder.make(self.config)
+        self.held = runfolder.hold(folder)
+        checkpoint.sweep(folder / "checkpoints")
         return folder
+
+    def _begin(self, shot: Snapshot | None) -> None:
+        """With all that a checkpoint has to go on from, and records of what is run."""
+        run, ranks = self.config.run, self.ranks
+        if run.resume:
+            self.first_step = self.saved = resume(self.stepper, self.folder, shot, self.screen.say)
+        if ranks.is_first:
+            runfolder.describe(self.folder, self.config, step=self.first_step)
+            runfolder.describe_machine(self.folder, ranks.device, ranks.world)
+        log_folder, about = self.folder if ranks.is_first else None, asdict(self.config)
+        self.log = logs.Log(log_folder, run.report_to, since=self.first_step, about=about)
 
     def _made(self, shot: Snapshot | None) -> PairModel:
         """The model, as the run begins or goes on: features of a locked tower depend on it."""
@@ -167,38 +176,31 @@ class Trainer:
             return make_model(self.config)
         return model_of(self.config, shot, average=False)
 
-    def _make_folder(self) -> Path:
-        """Of its name, of the run that a checkpoint is of, or a new one."""
-        run = self.config.run
-        name, runs = run.name, Path(run.runs)
-        if not name and not run.resume:
-            return logs.make_new_folder(runs, self.config.model.model)
-        if not name:
-            checkpoint.check(Path(run.resume))
-            name = Path(run.resume).resolve().parent.parent.name
-        logs.make_folder(runs / name, resume=bool(run.resume))
-        return runs / name
+    def close(self) -> None:
+        """Write what is left of the records, and let others have the folder."""
+        self.log.close()
+        if self.held is not None:
+            runfolder.give_back(self.folder)
+            self.held.close()
 
     def run(self) -> Outcome:
         """All steps that are left."""
-        self.screen.say(self._headline())
-        left = self.first_step < self.steps
-        if not left and self.ranks.tell((self.folder / RESULTS).exists()):
-            at = f"{self.folder} is at step {self.first_step} already"
-            self.screen.say(f"{at}; nothing is left to do")
-            return Outcome(self.folder, self.first_step, {})
-        self.model.train()
-        self.stop.begun = True
         try:
+            self.screen.say(self._headline())
+            left = self.first_step < self.steps
+            if not left and self.ranks.tell((self.folder / RESULTS).exists()):
+                at = f"{self.folder} is at step {self.first_step} already"
+                self.screen.say(f"{at}; nothing is left to do")
+                return Outcome(self.folder, self.first_step, {})
+            self.model.train()
+            self.stop.begun = True
             with self.screen:
                 step, metrics = self._train() if left else self._evaluate_again()
+            if self.ranks.is_first and not self.stop.heard:
+                self._finish(metrics)
+            return Outcome(self.folder, step, metrics, self.stop.heard)
         finally:
-            self.log.close()
-            if self.ranks.is_first:
-                logs.give_back(self.folder)
-        if self.ranks.is_first and not self.stop.heard:
-            self._finish(metrics)
-        return Outcome(self.folder, step, metrics, self.stop.heard)
+            self.close()
 
     def _train(self) -> tuple[int, dict[str, float]]:
         """The last step, and metrics after it."""
@@ -230,20 +232,21 @@ class Trainer:
             self._save(step)
         why = signal.Signals(self.stop.heard).name
         place = self.folder / "checkpoints" / f"step-{step:08d}"
+        config = shlex.quote(str(self.folder / runfolder.CONFIG))
         self.screen.say(
             f"stopped by {why} after step {step} of {self.steps}, saved as {place}; "
-            f"go on with --name {self.folder.name} --resume latest"
+            f"go on with: tilewise train {config} --resume latest"
         )
 
     def _headline(self) -> str:
         parameters = list(self.model.parameters())
-        weights = sum(p.numel() for p in parameters) / 1e6
-        trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
+        weights = sum(p.numel() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        batch, world = self.config.step.batch_size, self.ranks.world
         return (
-            f"{self.config.model.model}: {weights:.1f} M parameters, {trained:.1f} M to train; "
-            f"{len(self.source):,} samples; {self.steps:,} steps of "
-            f"{self.config.step.batch_size:,} pairs on {self.ranks.world} x "
-            f"{self.ranks.device.type}; to {self.folder}"
+            f"{self.config.model.model}: {short(weights)} parameters, {short(trained)} to train; "
+            f"{counted(len(self.source), 'sample')}; {counted(self.steps, 'step')} of "
+            f"{counted(batch, 'pair')} on {world} x {self.ranks.device.type}; to {self.folder}"
         )
 
     def _steps(self) -> Iterator[tuple[int, dict[str, float]]]:
@@ -312,21 +315,7 @@ class Trainer:
             raise Stopped(self.stop.heard, f"while {what}")
 
     def _save(self, step: int) -> None:
-        place, pool = self.folder / "checkpoints", self.stepper.objective.pool_state()
-        shot = checkpoint.collect(self.model, self.stepper.optimizer)
-        if self.stepper.ema is not None:
-            shot.ema = checkpoint.ema_state(self.stepper.ema.average)
-        draft = self.ranks.tell(checkpoint.begin(place, step) if self.ranks.is_first else None)
-        if pool is not None:
-            checkpoint.write_pool(draft, self.ranks.rank, pool)
-        self.ranks.wait()
-        if self.ranks.is_first:
-            shot.step, shot.samples = step, step * self.config.step.batch_size
-            about = {"config": asdict(self.config), "stepper": self.stepper.state()}
-            shot.about = {"versions": logs.versions(), "model": self.model.facts(), **about}
-            checkpoint.save(draft, shot)
-            checkpoint.prune(place, self.config.run.keep_checkpoints)
-        self.ranks.wait()
+        save(self.stepper, self.folder / "checkpoints", step)
         self.saved = step
 
     def _draw(self, metrics: dict[str, float]) -> None:
@@ -349,26 +338,9 @@ class Trainer:
         save_metrics(self.folder / RESULTS, metrics)
         if metrics:
             self.screen.say(metrics_table(metrics))
+        if self.stepper.skipped:
+            lost = f"{self.stepper.skipped} of {counted(self.steps, 'step')}"
+            self.screen.say(f"skipped, their loss or gradient not being finite: {lost}")
         if self.batches.bad:
             self.screen.say(f"damaged samples that others stood in for: {dict(self.batches.bad)}")
         self.screen.say(f"saved to {self.folder}: checkpoints, metrics.json, metrics.jsonl, *.png")
-
-
-def _check_alike(rows: int, cols: int) -> None:
-    if rows != cols:
-        raise ValueError(f"rows come out with {rows} features, columns with {cols}")
-
-
-def _check_batch(config: Config, ranks: Ranks) -> None:
-    """Every rank has something to do, and under FSDP2 as often as the others."""
-    batch, micro, world = config.step.batch_size, config.step.micro_batch, ranks.world
-    if batch < world:
-        raise OptionError(
-            f"batch_size must be at least a pair a rank, got {batch} for {world} ranks"
-        )
-    most, least = -(-batch // world), batch // world
-    if config.run.dist == "fsdp" and world > 1 and -(-most // micro) != -(-least // micro):
-        raise OptionError(
-            f"under FSDP2 all ranks must have as many micro-batches, got {least} and {most} pairs "
-            f"in micro-batches of {micro}; make batch_size a multiple of {world}"
-        )

@@ -87,6 +87,12 @@ class Objective:
 
         They are where they were left in a file that has changed since and is too large to save.
         """
+        count = len(state["born"])
+        if count > self.step.pool:
+            raise OptionError(
+                f"the checkpoint's pool holds {count} negatives, got --pool {self.step.pool}; "
+                f"resume with --pool of at least {count}"
+            )
         self.pool = self._make_pool(state["dim"])
         try:
             self.pool.load_state_dict(state)

@@ -1,6 +1,8 @@
 """How a run goes on from a checkpoint."""
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,13 @@ DECIDING = (
     "model.kind", "model.model", "model.image_size", "model.max_length", "loss.loss", "optim.opt",
     "step.batch_size", "run.seed", "data.train_data", "data.shuffle_window",
 )  # fmt: skip
+# Of these, what weights have their shapes by.
+SHAPING = ("model.kind", "model.model", "model.image_size", "model.max_length")
+# What may change without a word.
+HARMLESS = (
+    "run.resume", "run.name", "run.runs", "run.device", "run.timeout_s", "run.log_every",
+    "run.report_to", "data.workers", "data.index_folder",
+)  # fmt: skip
 
 
 def find(config: Config, ranks: Ranks, say: Say) -> Snapshot | None:
@@ -36,8 +45,10 @@ def find(config: Config, ranks: Ranks, say: Say) -> Snapshot | None:
         say(f"{folder} has no checkpoint: from the first step on")
         return None
     shot = checkpoint.load(found)
-    _check_same(config, shot.about.get("config", {}), found)
+    changed = _changes(config, shot.about.get("config", {}))
+    _check_same(config, changed, found)
     check_unchanged(config.model.model, shot.about.get("model", {}), found)
+    _tell(changed, found, say)
     return shot
 
 
@@ -71,8 +82,8 @@ def _load_pools(stepper: Stepper, found: Path, say: Say) -> None:
             f"those of ranks {others} {what}"
         )
     state = checkpoint.load_pool(found, stepper.ranks.rank)
-    kept = state is None or stepper.objective.load_pool(state)
-    lost = [rank for rank, each in enumerate(stepper.ranks.gather(kept)) if not each]
+    kept = stepper.ranks.ask_all(lambda: state is None or stepper.objective.load_pool(state))
+    lost = [rank for rank, each in enumerate(kept) if not each]
     if lost:
         say(
             f"the pool's file {stepper.config.step.pool_where} is not as it was at {found.name}, "
@@ -80,20 +91,43 @@ def _load_pools(stepper: Stepper, found: Path, say: Say) -> None:
         )
 
 
-def _check_same(config: Config, known: dict[str, Any], found: Path) -> None:
+def _changes(config: Config, known: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What is configured now other than when a checkpoint was saved: then and now, by name."""
+    now = json.loads(json.dumps(asdict(config)))  # as a checkpoint tells it
+    return {
+        f"{section}.{key}": (known[section][key], value)
+        for section, values in now.items()
+        for key, value in values.items()
+        if known.get(section, {}).get(key, value) != value
+    }
+
+
+def _check_same(config: Config, changed: dict[str, tuple[Any, Any]], found: Path) -> None:
     """A checkpoint goes on as the run that it is of."""
     for name in DECIDING:
-        section, key = name.split(".")
-        then, now = known.get(section, {}).get(key), getattr(getattr(config, section), key)
-        if then is not None and then != now:
+        if name in changed:
+            then, now = changed[name]
             raise OptionError(
                 f"{found} is of a run with {name} = {then!r}, got {now!r}; resume with the same, "
-                f"or begin a run of its own with {_weights_of(config, found)}"
+                f"or begin a run of its own with another --name{_with_weights(config, name, found)}"
             )
 
 
-def _weights_of(config: Config, found: Path) -> str:
-    """How another run begins with those of a checkpoint."""
+def _with_weights(config: Config, changed: str, found: Path) -> str:
+    """How another run begins with those of a checkpoint, if they fit what has changed."""
+    if changed in SHAPING:
+        return ""
     if config.model.kind == "text":
-        return f"--model FOLDER, after tilewise export {found} FOLDER"
-    return f"--pretrained {found / checkpoint.MODEL}"
+        return f" and --model FOLDER, after tilewise export {found} FOLDER"
+    return f" and --pretrained {found / checkpoint.MODEL}"
+
+
+def _tell(changed: dict[str, tuple[Any, Any]], found: Path, say: Say) -> None:
+    """What goes on in another way, so that nobody does so unawares."""
+    told = [
+        f"{name.split('.')[1]} = {now!r}, was {then!r}"
+        for name, (then, now) in changed.items()
+        if name not in HARMLESS
+    ]
+    if told:
+        say(f"going on from {found.name} with other settings: {'; '.join(told)}")

@@ -78,6 +78,16 @@ class Screen:
             sys.stdout.flush()
 
 
+def counted(count: int, name: str) -> str:
+    """So many of them."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
+def short(count: int) -> str:
+    """In millions, where it is that many."""
+    return f"{count / 1e6:.1f} M" if count >= 100_000 else f"{count:,}"
+
+
 def shown(numbers: dict[str, float]) -> str:
     """The numbers of a step on a line."""
     forms = {
@@ -86,5 +96,6 @@ def shown(numbers: dict[str, float]) -> str:
         "lr": "lr {:.1e}",
         "pairs_per_s": "{:,.0f} pairs/s",
         "memory_mib": "{:,.0f} MiB",
+        "skipped": "{:.0f} skipped",
     }
     return "  ".join(form.format(numbers[name]) for name, form in forms.items() if name in numbers)

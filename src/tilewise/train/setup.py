@@ -40,7 +40,7 @@ class Ranks:
         return self.sums(float(not fine)) == [0.0]
 
     def sums(self, *numbers: float) -> list[float]:
-        """Of each over all ranks."""
+        """Each number summed over all ranks."""
         if self.world == 1:
             return list(numbers)
         found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -67,6 +67,19 @@ class Ranks:
         if isinstance(answer, TilewiseError):
             raise answer
         return answer
+
+    def ask_all(self, question: Callable[[], Any]) -> list[Any]:
+        """What each rank answers, on all of them; what one refuses is raised on all."""
+        answer: Any = None
+        try:
+            answer = question()
+        except TilewiseError as error:
+            answer = error
+        answers = self.gather(answer)
+        for each in answers:
+            if isinstance(each, TilewiseError):
+                raise each
+        return answers
 
     def gather(self, thing: Any) -> list[Any]:
         """What each rank has, on all of them, in host memory."""
@@ -227,6 +240,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Of all shards, if it is sharded."""
+    """The full tensor of a sharded one; others unchanged."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()

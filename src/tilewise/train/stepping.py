@@ -47,7 +47,7 @@ class Stepper:
         self.objective = Objective(config.loss, config.step, ranks)
         half = config.step.precision == "amp_fp16"
         self.scaler = torch.amp.GradScaler(ranks.device.type) if half else None
-        self.skipped = 0  # in a row
+        self.skipped = self.skipped_in_a_row = 0
         self.peak_lr = peak_lr(config.optim, config.step.batch_size)
         self.cached = CachedStep(
             wrapped,
@@ -70,6 +70,8 @@ class Stepper:
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
         numbers = self._step(step, batch)
+        if self.skipped:
+            numbers["skipped"] = float(self.skipped)  # so far
         return {**numbers, "lr": lr, "scale": math.exp(float(whole(self.model.log_scale.detach())))}
 
     def _step(self, step: int, batch: Batch) -> dict[str, float]:
@@ -87,7 +89,7 @@ class Stepper:
             if self.scaler is not None:
                 self.scaler.update()  # a smaller factor next time
             return self._skip(step, f"the gradient's norm is {norm}", float(result.loss))
-        self.skipped = 0
+        self.skipped_in_a_row = 0
         self._take()
         self.objective.after(result.features, ids)
         spent = result.metrics
@@ -125,11 +127,13 @@ class Stepper:
     def state(self) -> dict[str, Any]:
         """What the next step depends on, besides weights, optimizer and pool."""
         scaler = {} if self.scaler is None else self.scaler.state_dict()
-        return {"scaler": scaler, "skipped": self.skipped}
+        row, total = self.skipped_in_a_row, self.skipped
+        return {"scaler": scaler, "skipped_in_a_row": row, "skipped": total}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.skipped = state.get("skipped", 0)
+        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
         set_options(self.optimizer, self.model, self.config.optim)
@@ -152,9 +156,12 @@ class Stepper:
     def _skip(self, step: int, why: str, loss: float = math.nan) -> dict[str, float]:
         """Leave the weights as they are; all ranks do."""
         self.skipped += 1
-        if self.skipped > self.config.optim.max_skipped:
-            raise FiniteError(f"{self.skipped} steps in a row were skipped, up to {step}: {why}")
-        return {"loss": self._mean(loss), "skipped": float(self.skipped)}
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.config.optim.max_skipped:
+            raise FiniteError(
+                f"{self.skipped_in_a_row} steps in a row were skipped, up to {step}: {why}"
+            )
+        return {"loss": self._mean(loss)}
 
     def _mean(self, loss: float) -> float:
         """Over ranks, which learn by the way whether one is to stop: every step asks once."""
