@@ -121,9 +121,11 @@ def test_backend_choice_explains_itself():
     )
 
 
-def test_auto_leaves_float32_to_the_exact_backend():
+def test_auto_leaves_float32_to_the_exact_backend(monkeypatch):
     from tilewise import backends
+    from tilewise.backends import fused
 
+    monkeypatch.setattr(fused, "_missing", lambda: None)
     cuda = torch.device("cuda")
     choice = backends.choose("auto", cuda, torch.float32)
     assert choice.name == "chunked"
@@ -140,6 +142,7 @@ def test_fused_says_what_it_needs(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(fused, "_missing", fused._missing.__wrapped__)
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
     assert "pip install 'tilewise[fused]'" in fused.refusal(cuda, torch.bfloat16)
     monkeypatch.setattr(torch, "__version__", "2.5.1")
     assert "needs torch >= 2.8, got 2.5.1" in fused.refusal(cuda, torch.bfloat16)

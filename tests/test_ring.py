@@ -738,6 +738,13 @@ def test_a_stopped_rank(extra):
 # The fused backend, in Triton's interpreter
 
 
+def skip_unless_interpreted():
+    if fused._missing():
+        pytest.skip(fused._missing())
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, where test_gpu.py runs the kernels")
+
+
 def opposed(start, stop, dtype, backend, **how):
     """NT-Xent at scale 100 of four samples, one of them opposite to the others."""
     maker = torch.Generator().manual_seed(0)
@@ -784,21 +791,16 @@ def alone_and_not(_, backend):
 @pytest.mark.parametrize("backend", ["chunked", "fused"])
 def test_a_group_of_one_is_no_group(backend):
     if backend == "fused":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("test_gpu.py does this")
+        skip_unless_interpreted()
     (found,) = run(alone_and_not, 1, backend)
     for alone, together in zip(found[::2], found[1::2], strict=True):
         for x, y in zip(alone, together, strict=True):
             assert torch.equal(x, y)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU is here, where test_gpu.py runs the kernels"
-)
 def test_the_fused_backend():
     """A fixed offset that holds for one rank's rows may not hold for the columns that pass by."""
-    pytest.importorskip("triton")
+    skip_unless_interpreted()
     parts = run(fused_in_turn, 2)
     got = whole("nt_xent", [2, 2], [[x.double() for x in part[0]] for part in parts])
     for x, y in zip(got, opposed(0, 4, torch.float64, "chunked"), strict=True):
