@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import gc
+import threading
 import types
 import weakref
 
@@ -184,18 +185,49 @@ def test_buffers_that_change_unseen(how):
     other = Unseen("none")
     for _ in range(2):
         weighted(torch.cat([other(x) for x in data().split(6)])).backward()
-    for keep in (float("inf"), "auto", 0):
+    for keep in ("auto", 0):
         module = Unseen(how)
         step = tw.CachedStep(module, weighted, micro_batch=6, keep=keep)
         for runs in (2, 4):
             step(data())
             assert module.runs == runs
         assert off(grads_of(module), grads_of(other)) <= 1e-12
+    step = tw.CachedStep(Unseen(how), weighted, micro_batch=6, keep=float("inf"))
+    if how == "none":  # autograd sees that
+        assert step(data()).metrics.replayed == 0
+    else:
+        with pytest.raises(tw.StepError, match=r"got runs, which a forward changes unseen.*keep=0"):
+            step(data())
+
+
+class Lazy(nn.Module):
+    """Makes what it needs when it first needs it, and never again."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = tower()
+        self.register_buffer("bias", None)
+
+    def forward(self, x):
+        if self.bias is None:
+            self.bias = torch.ones(D, dtype=torch.float64)
+        return self.net(x) + self.bias
+
+
+def test_a_buffer_that_is_made_once_is_not_copied_for_every_micro_batch():
+    module = Lazy()
+    step = tw.CachedStep(module, weighted, micro_batch=2, keep=0)
+    for _ in range(2):
+        step(data())
+        assert step.towers.changing == {0: []}
+    assert module.bias.sum() == D
 
 
 def test_buffers_that_cannot_be_compared_may_stay():
     module = Counting()
     module.register_buffer("graph", torch.eye(D).to_sparse())
+    module.register_buffer("nowhere", torch.ones(D, device="meta"))
+    module.register_buffer("bits", torch.ones(D, dtype=torch.uint8).view(torch.bits8))
     tw.CachedStep(module, weighted, micro_batch=6, keep=0)(data())
     assert module.runs == 2
 
@@ -785,6 +817,31 @@ def test_fsdp2_with_a_frozen_tower_last():
     assert max(ranks.run(fsdp_frozen, 2)) <= 1e-12
 
 
+class Clipping(nn.Module):
+    """Counts outliers, unseen by autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = tower()
+        self.register_buffer("clipped", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.clipped.data += (x.abs() > 99).sum()
+        return self.net(x)
+
+
+def fsdp_unseen(rank):
+    (module,) = sharded(Clipping())
+    x = data(6)
+    x[0, 0] += 1000.0 * rank
+    return tw.CachedStep(module, weighted, micro_batch=2, keep=100)(x).metrics.kept
+
+
+def test_fsdp2_where_one_rank_changes_a_buffer_unseen():
+    """All keep none then: each must run as many forwards as the others."""
+    assert ranks.run(fsdp_unseen, 2) == [0, 0]
+
+
 def whole_of(p):
     return p.full_tensor() if hasattr(p, "full_tensor") else p
 
@@ -876,3 +933,35 @@ def compiled_ddp(rank):
 
 def test_compiled_ddp():
     assert max(ranks.run(compiled_ddp, 2)) <= 1e-12
+
+
+def test_modules_of_other_threads_are_left_alone():
+    """The hook by which a function's modules are met is called for everybody's."""
+    module, foreign, norm = tower(), Counting(), nn.BatchNorm1d(D).double()
+    begin, done, fine = threading.Event(), threading.Event(), []
+
+    def elsewhere():
+        begin.wait(20)
+        fine.append((foreign(data()), norm(data())))
+        done.set()
+
+    def encoder(x):
+        begin.set()
+        done.wait(20)
+        return module(x)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    tw.CachedStep(encoder, weighted, micro_batch=6, keep=0)(data())
+    thread.join()
+    assert len(fine) == 1
+    assert foreign.runs == 1
+
+
+def test_a_last_micro_batch_of_as_many_samples_as_outputs():
+    module = tower()
+    encoder = lambda x: list(module(x)[:, :2].unbind(1))  # noqa: E731
+    loss = lambda both: (both[0] * both[1]).sum()  # noqa: E731
+    x = data(10)
+    found = tw.CachedStep(encoder, loss, micro_batch=4, keep=0)(x).loss
+    assert torch.allclose(found, loss(encoder(x)).detach())

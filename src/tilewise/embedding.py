@@ -1,5 +1,6 @@
 """The first pass of a cached step: features of every micro-batch, graphs of those that fit."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,8 +43,9 @@ class Towers:
         self.trains_all: set[int] = set()
         # Buffers that a forward changes, once it was seen to.
         self.changing: dict[int, list[Place]] = {}
-        # Slots that do so unseen: autograd would not refuse a graph that was kept, and is wrong.
-        self.unkept: set[int] = set()
+        # Buffers that one changes unseen: autograd would not refuse a graph that was kept, and is
+        # wrong.
+        self.unkept: dict[int, str] = {}
         self.modes: list[tuple[int, bool]] = []
         self.to_train: list[bool] = []
 
@@ -71,6 +73,25 @@ class Towers:
         places = self.changing.get(slot)
         return State(all_buffers(self.parts) if places is None else places)
 
+    def learn(self, slot: int, state: State, together: bool) -> State:
+        """What a forward of this encoder changed of its state; from now on that is known.
+
+        Ranks that talk in every forward (`together`) know the same.
+        """
+        if slot in self.changing:
+            return state
+        state = state.that_changed()
+        unseen, made = bool(state.unseen), state.made
+        if together:
+            unseen, made = (groups.least(-float(x)) < 0 for x in (unseen, made))
+        if unseen:
+            names = [place.name for place in state.unseen]
+            self.unkept[slot] = names[0] if names else "one of another rank"
+        # What was None may be made once and for all, or change every time: the next forward tells.
+        if not made:
+            self.changing[slot] = state.places
+        return state
+
     def _check(self, parts: Sequence[nn.Module]) -> None:
         if not self.batch_norm:
             refuse_batch_norm(parts)
@@ -85,18 +106,23 @@ class Towers:
         if slot in self.changing or slot not in self.functions or self._is_compiled(slot):
             yield
             return
-        known = set(map(id, self.parts))
+        known, thread = set(map(id, self.parts)), threading.get_ident()
 
         def meet(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling() or id(module) in known:
+            # The hook is everybody's: other threads run modules of their own.
+            if threading.get_ident() != thread or torch.compiler.is_compiling():
+                return
+            if id(module) in known:
                 return
             new = [part for part in _walked([module]) if id(part) not in known]
             self._check(new)
             known.update(map(id, new))
-            self.modules.append(module)
-            self.parts += new
-            self.modes += _modes(new)
-            state.add(all_buffers(new))
+            # A dropout that is made anew every time has nothing to be remembered for.
+            if any(part._parameters or part._buffers for part in new):
+                self.modules.append(module)
+                self.parts += new
+                self.modes += _modes(new)
+                state.add(all_buffers(new))
 
         handle = nn.modules.module.register_module_forward_pre_hook(meet)
         try:
@@ -223,6 +249,15 @@ class Budget:
         """Whether some module talks to other ranks in every forward."""
         return any(not owner.by_forward for owner in self.towers.every_owner)
 
+    def refuse_unseen(self, buffer: str) -> None:
+        """Raise if graphs must be kept that cannot be: of an encoder that changes a buffer so."""
+        if self.decided and not self.none:
+            raise OptionError(
+                f"keep=float('inf') keeps graphs that may need buffers as they were, got {buffer}, "
+                "which a forward changes unseen by autograd (.data, numpy); change it in place "
+                "without .data, or pass keep=0"
+            )
+
     def reserve(self, feature_bytes: int) -> None:
         """Leave room for the loss: features, gradients and their sums."""
         if self.auto:
@@ -266,15 +301,15 @@ class Embedding:
         dice, state, graph = Dice(), self.towers.state_of(slot), asked or keep
         with self.budget.measure(slot, graph), self.towers.meeting(slot, state):
             out = self.towers.forward(slot, inputs, graph)
-        if slot not in self.towers.changing:
-            state = state.that_changed()
-            self.towers.changing[slot] = state.places
-            self.towers.unkept |= {slot} if state.unseen else set()
-            keep = keep and not state.unseen
+        state = self.towers.learn(slot, state, self.budget.together)
+        if slot in self.towers.unkept:
+            self.budget.refuse_unseen(self.towers.unkept[slot])
+            keep = False
         samples = length(inputs) if piece.counted else None
         # Of a list nobody knows: a document may have several parts.
         counted = not isinstance(inputs, list)
-        refuse_scattered(self.towers.names[slot], out, samples, counted)
+        if first:
+            refuse_scattered(self.towers.names[slot], out, samples, counted)
         spans = features.add(self.towers.names[slot], out, graph, samples if counted else None)
         if graph:
             self.budget.settle(slot)

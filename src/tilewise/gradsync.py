@@ -1,6 +1,7 @@
 """When gradients are averaged over ranks: once a step, by DDP or FSDP2 themselves."""
 
 import dis
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -161,9 +162,12 @@ def within(encoder: Any) -> list[Averager] | None:
 @contextmanager
 def noticing(found: list[Averager]) -> Iterator[None]:
     """Find the modules that average and are run inside; they are told not to."""
+    thread = threading.get_ident()
     with ExitStack() as stack:
 
         def note(module: nn.Module, _: Any) -> None:
+            if threading.get_ident() != thread:  # the hook is everybody's
+                return
             inner = (part for owner in found for part in owner.module.modules())
             if averages(module) and all(module is not part for part in inner):
                 found.append(Averager(module))

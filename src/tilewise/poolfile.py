@@ -27,19 +27,22 @@ class PoolFile:
         self.path = _checked_path(where)
         self._lock = _locked(self.path)
         self._facts = {"shape": list(shape), "dtype": str(dtype)}
-        noted = self._noted()
+        # Of a file that was deleted, or could not be made, nothing is left to be noted.
+        noted = self._noted() if self.path.stat().st_size else {}
         known = {name: x for name, x in noted.items() if name != "token"}
         # Before it is mapped, which may make it longer.
         if known not in ({}, self._facts):
             raise ShapeError(
                 f"the file {self.path} must hold a pool of {self._facts}, got {known}; name "
-                "another file, or delete it"
+                f"another file, or delete it and {_beside(self.path).name}"
             )
         self.token: str = noted.get("token", "")
         num_bytes = shape[0] * shape[1] * dtype.itemsize
-        if not known or self.path.stat().st_size != num_bytes:
-            self.note("")
+        if self.path.stat().st_size != num_bytes:
+            # First, so that no zeros are taken for what was noted; nothing is of what does not fit.
+            self.note("") if known else _beside(self.path).unlink(missing_ok=True)
             _allocate(self.path, num_bytes)
+            self.note("")
         mapped = torch.from_file(str(self.path), shared=True, size=shape[0] * shape[1], dtype=dtype)
         self.features = mapped.view(shape)
 

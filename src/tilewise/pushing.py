@@ -4,7 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,13 +244,26 @@ def _push(roots: Sequence[Root]) -> None:
 def _reached(parameters: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
     """Those of them that a backward inside does not reach are left in the end."""
     left = {id(p): p for p in parameters}
-    handles = [p.register_post_accumulate_grad_hook(lambda p: left.pop(id(p), None))
-               for p in left.values()]  # fmt: skip
+    # Where DDP itself looks: the node that adds to a gradient runs also where there is none to add.
+    nodes = {key: _adding(p) for key, p in left.items()}
+
+    def reach(key: int, *_: Any) -> None:
+        left.pop(key, None)
+
+    handles = [node.register_hook(partial(reach, key)) for key, node in nodes.items()]
     try:
         yield left
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _adding(parameter: Tensor) -> Any:
+    """The node of a graph that adds to its gradient."""
+    with torch.enable_grad():
+        made_of = parameter.view_as(parameter).grad_fn
+    assert made_of is not None
+    return made_of.next_functions[0][0]
 
 
 def _bound(outputs: Sequence[Tensor]) -> float:

@@ -50,7 +50,8 @@ class State:
         self.places = list[Place]()
         self.seen = list[Tensor | None]()  # held, so that none is another
         self.versions, self.values = list[int](), list[Tensor | None]()
-        self.unseen = False  # whether some changed and autograd, which may need it, did not see it
+        self.unseen = list[Place]()  # that changed and autograd, which may need them, did not see
+        self.made = False  # whether some were None before
         self.add(places)
 
     def add(self, places: Sequence[Place]) -> None:
@@ -71,7 +72,8 @@ class State:
             if seen or not _is_equal(x, value):
                 state.places.append(place)
                 state.values.append(value)
-                state.unseen = state.unseen or not seen
+                state.unseen += [] if seen else [place]
+                state.made = state.made or value is None
         return state
 
     @torch.no_grad()
@@ -87,9 +89,16 @@ class State:
 
 def _is_equal(x: Tensor | None, value: Tensor | None) -> bool:
     """Whether it is what it was: `.data` and numpy change it and leave its version alone."""
-    if x is None or value is None or type(x) is not Tensor or x.layout != torch.strided:
+    if x is None or value is None or type(x) is not Tensor or x.is_meta:
         return True  # or not to be compared
-    return torch.equal(x, value) or bool(((x == value) | (x.isnan() & value.isnan())).all())
+    try:
+        return torch.equal(_bytes(x), _bytes(value))  # NaN too
+    except (NotImplementedError, RuntimeError):  # sparse, quantised
+        return True
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _version(x: Tensor | None) -> int:
