@@ -1,6 +1,7 @@
 """What is found out before a run trains, and how runs that ended early go on."""
 
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -150,6 +151,65 @@ def test_a_run_that_is_running_is_not_taken_up(tmp_path):
     assert train(config(tmp_path, resume="latest")).steps == 5
 
 
+def test_a_run_is_held_before_its_checkpoint_is_chosen(tmp_path, monkeypatch):
+    """Another that goes on meanwhile is refused, and the folder is free if this one fails."""
+    train(config(tmp_path, steps=2))
+    again, find, said = config(tmp_path, resume="latest"), loop.find, []
+
+    def late(*of):
+        with monkeypatch.context() as other:
+            other.setattr(loop, "find", find)
+            with pytest.raises(OptionError, match="still running") as told:
+                Trainer(again, ALONE)
+        said.append(told)
+        return 1 / 0
+
+    with monkeypatch.context() as slow:
+        slow.setattr(loop, "find", late)
+        with pytest.raises(ZeroDivisionError):
+            Trainer(again, ALONE)
+    assert said
+    assert train(again).steps == 5
+
+
+def test_a_trainer_that_nobody_has_lets_go_of_its_folder(tmp_path):
+    trainer = Trainer(config(tmp_path), ALONE)
+    trainer._save(1)
+    gc.disable()
+    try:
+        del trainer
+        assert train(config(tmp_path, resume="latest", steps=2)).steps == 2
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fate", ["read from elsewhere", "moved", "named otherwise"])
+def test_the_configuration_of_a_folder_is_of_the_run_in_it(tmp_path, monkeypatch, fate):
+    monkeypatch.chdir(tmp_path)
+    train(config("runs", steps=2))
+    (tmp_path / "else").mkdir()
+    folder, more = tmp_path / "runs/run", []
+    if fate == "moved":
+        folder = folder.rename(tmp_path / "else/other")
+    elif fate == "named otherwise":
+        more = ["--runs", "here", "--name", "third"]
+    monkeypatch.chdir(tmp_path / "else")
+    path = os.path.relpath(folder / "config.toml")
+    assert cli.main(["train", path, "--resume", "latest", "--steps", "3", *more]) == 0
+    where = tmp_path / "else/here/third" if more else folder
+    assert checkpoint.latest(where / "checkpoints").name == "step-00000003"
+    assert [row["step"] for row in Log(where).rows() if "loss" in row] == [1, 2, 3]
+    assert not (tmp_path / "else/runs").exists()
+
+
+def test_runs_of_settings_that_are_refused_now_are_evaluated(tmp_path, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(loop, "check_temperature", lambda loss: None)
+        train(config(tmp_path, temperature=2.0, steps=1, retrieval=["synthetic:9"]))
+    assert cli.main(["eval", str(tmp_path / "run")]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+
+
 def test_who_loads_data_for_a_run_does_not_hold_its_folder(tmp_path):
     """Once the run is gone, if they are there for longer."""
     held, (begun, begin) = runfolder.hold(tmp_path), os.pipe()
@@ -187,6 +247,9 @@ def test_other_settings_are_told_and_the_former_kept(tmp_path, capsys):
     assert (tmp_path / "run/.config-until-00000002.toml").read_text() == first
     now = read(str(tmp_path / "run/config.toml"))
     assert (now.optim.lr, now.run.name, now.run.resume) == (0.02, "run", "")
+    train(config(tmp_path, lr=0.03, **again))  # from the same step: what was before is the same
+    assert (tmp_path / "run/.config-until-00000002.toml").read_text() == first
+    assert read(str(tmp_path / "run/config.toml")).optim.lr == 0.03
 
 
 def test_a_checkpoint_that_is_of_no_run_here_needs_a_name(tmp_path):

@@ -1,5 +1,6 @@
 """Models of other libraries as encoders of pairs: what goes in, comes out, is loaded again."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -88,7 +89,7 @@ def test_images_and_texts_become_unit_features():
 @pytest.mark.parametrize("kind", ["timm", "vit", "bert"])
 def test_open_clip_loads_what_is_exported(tmp_path, kind):
     """Without what it was made of; and so do we, after the folder was moved, too."""
-    import open_clip
+    open_clip = need("open_clip")
 
     config = VIT if kind == "vit" else json.loads(Path(TINY).read_text())
     source = tmp_path / "text"
@@ -402,7 +403,7 @@ def test_two_texts_of_a_sample_are_a_pair(text_folder):
 
 
 def test_sentence_transformers_loads_what_is_exported(text_folder, tmp_path):
-    from sentence_transformers import SentenceTransformer
+    SentenceTransformer = need("sentence_transformers").SentenceTransformer
 
     model = TextPairs(text_folder)
     model.export(tmp_path / "out")
@@ -414,7 +415,7 @@ def test_sentence_transformers_loads_what_is_exported(text_folder, tmp_path):
 
 
 def test_length_and_prefixes_are_exported_and_loaded_again(text_folder, tmp_path):
-    from sentence_transformers import SentenceTransformer
+    SentenceTransformer = need("sentence_transformers").SentenceTransformer
 
     prefixes = {"query_prefix": "red big ", "document_prefix": "a small "}
     model = TextPairs(text_folder, max_length=6, **prefixes)
@@ -436,7 +437,7 @@ def test_length_and_prefixes_are_exported_and_loaded_again(text_folder, tmp_path
 
 def test_a_prefix_is_pooled_as_text_in_what_is_exported(text_folder, tmp_path):
     """Whatever the model was that training began with."""
-    from sentence_transformers import SentenceTransformer
+    SentenceTransformer = need("sentence_transformers").SentenceTransformer
 
     model = TextPairs(text_folder, query_prefix="red ")
     model.net.set_pooling_include_prompt(False)
@@ -449,7 +450,7 @@ def test_a_prefix_is_pooled_as_text_in_what_is_exported(text_folder, tmp_path):
 
 
 def test_two_views_are_projected_and_features_are_not(tmp_path):
-    import timm
+    timm = need("timm")
 
     model = TwoViews("test_convnext2", (12, 8), image_size=32)
     inputs = batch_of(model, Emoji("style")).inputs
@@ -479,6 +480,30 @@ def test_the_projector_takes_what_is_pooled(name):
         assert features.shape[1] != model.backbone.num_features
         first = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
         assert model(first, first)["rows"].shape == (2, 8)
+
+
+def test_the_projector_takes_what_is_pooled_by_a_model_that_tells_otherwise(monkeypatch):
+    timm = need("timm")
+    small = {"depth": 1, "embed_dim": 48, "num_heads": 3, "global_attn_indexes": [0]}
+    monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, **small))
+    model = TwoViews("samvit_base_patch16", (8,), image_size=64)
+    pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
+    assert model(pixels, pixels)["rows"].shape == (2, 8)
+    assert model.backbone.head_hidden_size != model.projector[0].in_features
+
+
+def test_measuring_what_is_pooled_leaves_no_trace():
+    """Weights are those that the seed gave before, statistics those of none."""
+    timm = need("timm")
+    torch.manual_seed(3)
+    plain = timm.create_model("resnet18", num_classes=0)
+    after = nn.Linear(512, 8)
+    torch.manual_seed(3)
+    model = TwoViews("resnet18", (8,), image_size=32)
+    wanted = plain.state_dict()
+    assert all(torch.equal(x, wanted[name]) for name, x in model.backbone.state_dict().items())
+    assert torch.equal(model.projector[0].weight, after.weight)
+    assert all(part.training for part in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -512,7 +537,7 @@ def test_weights_of_another_loss_image_size_or_length(tmp_path, then, now):
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext2"])
 def test_timm_loads_a_backbone_of_another_image_size(tmp_path, name):
     """A ViT has a weight for each place of the image; timm is told by config.json."""
-    import timm
+    timm = need("timm")
 
     model = TwoViews(name, (8,), image_size=64)
     model.export(tmp_path / "out")

@@ -226,6 +226,7 @@ def test_a_disk_without_room(tmp_path, monkeypatch):
         pool(10**6, tmp_path)
     assert (tmp_path / "pool").stat().st_size == 0
     monkeypatch.undo()
+    assert len(pool(10, tmp_path)) == 0  # a smaller one, as it says
     bank = tw.Pool(100, D, dtype=torch.float64, where=tmp_path / "other")
     assert (tmp_path / "other").stat().st_blocks * 512 >= 100 * D * 8
     assert len(bank) == 0
@@ -251,7 +252,7 @@ def test_a_damaged_state_is_refused():
         r"shape \(4, 6\), got \(4, 1\)": {**state, "features": state["features"][:, :1]},
         "born of the state must be an integer tensor, got list": {**state, "born": [1, 2]},
         "of puts up to its clock, 1": {**state, "born": state["born"] * 2},
-        "of another version": {**state, "born": torch.ones(4, dtype=torch.int64)},
+        "of another version": {**state, "born": torch.zeros(4, dtype=torch.int64)},
         "up to its clock, None": {**state, "clock": None},
     }
     for message, damaged in damages.items():
@@ -261,6 +262,21 @@ def test_a_damaged_state_is_refused():
     fresh = pool(6)
     fresh.load_state_dict(pool(6).state_dict())
     assert len(fresh) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_state_of_before_puts_had_turns(dtype):
+    """It told of each sample by which put it came."""
+    now, again = pool(6), pool(6)
+    for turn in range(3):
+        now.put(unit(2, turn), torch.arange(2) + 2 * turn)
+    state = now.state_dict()
+    again.load_state_dict({**state, "born": (state["born"] // 2**32).to(dtype)})
+    assert torch.equal(again.ages, now.ages)
+    for each in (now, again):
+        each.put(unit(3, 3), torch.arange(10, 13))
+    assert torch.equal(again.ids, now.ids)
+    assert torch.equal(again.features, now.features)
 
 
 @pytest.mark.parametrize("in_file", [False, True])

@@ -131,6 +131,34 @@ def test_cells_of_tsv_are_never_quoted(end, tmp_path):
     ]
 
 
+def test_cells_of_tsv_that_were_quoted_as_in_csv(tmp_path):
+    """As pandas writes them: those with quotes or several lines."""
+    lines = [
+        "label\tnote\ttext",
+        '1\tx\t"say ""hi"""',
+        '2\tx\t"two',
+        'lines"',
+        '3\tx\t"three ""of""',
+        "",
+        'them"',
+        '4\tx\t""""',
+        '5\t"a ""note"""\t"hi" and "ho"',
+        '6\tx\t"hi"',
+        '7\tx\t"open',
+        '8\tx\t"" a ""',
+    ]
+    (tmp_path / "a.tsv").write_text("\n".join(lines))
+    table = Table(tmp_path / "a.tsv")
+    damaged = [place for place in range(len(table)) if is_damaged(table, place)]
+    assert damaged == [0, 1, 2, 3, 4, 5]
+    said = r"line 3 .*must not be quoted.*got '\"two'; save the table without quotes, or as \.csv"
+    with pytest.raises(DataError, match=said):
+        table[1]
+    assert [table[place]["text"] for place in range(6, len(table))] == [
+        ('"hi" and "ho"',), ('"hi"',), ('"open',), ('"" a ""',)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("kind", "comma"), [("csv", ","), ("tsv", "\t")])
 def test_long_cells(kind, comma, tmp_path, monkeypatch):
     """Up to so many characters; beyond them something is wrong with a quote, and where is told."""

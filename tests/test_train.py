@@ -263,6 +263,25 @@ def test_a_pool_in_a_file_goes_on_after_a_kill(tmp_path, monkeypatch, capsys, sa
     assert ("begin with an empty pool" in capsys.readouterr().out) != saved
 
 
+def test_only_features_that_are_missing_leave_a_pool_empty(tmp_path, monkeypatch):
+    """What else is wrong with one is told, as is a checkpoint that is gone with it."""
+    stopped(config(tmp_path, **POOL))
+    made, load_pool = config(tmp_path, resume="latest", **POOL), checkpoint.load_pool
+    with monkeypatch.context() as damaged:
+        damaged.setattr(checkpoint, "load_pool", lambda *of: {**load_pool(*of), "clock": -1})
+        with pytest.raises(OptionError, match="of puts up to its clock, -1"):
+            Trainer(made, ALONE)
+    model = build.make_model
+
+    def late(*of):
+        shutil.rmtree(tmp_path / "run/checkpoints/step-00000003")
+        return model(*of)
+
+    monkeypatch.setattr(build, "make_model", late)
+    with pytest.raises(CheckpointError, match="step-00000003 is gone since it was chosen"):
+        Trainer(made, ALONE)
+
+
 def with_pools(rank, made):
     trainer = Trainer(made, Ranks(rank, 2, torch.device("cpu")))
     steps = trainer._steps()
@@ -793,6 +812,9 @@ def test_a_fixed_temperature_stays(tmp_path):
         ({"kind": "text", "model": "nowhere", "retrieval": []}, OptionError, "local folder"),
         ({"zero_shot": ["synthetic:9"], "classes": "none.txt"}, OptionError, "none.txt"),
         ({"report_to": ["wandb"]}, OptionError, "pip install wandb"),
+        ({"max_scale": 0.5}, OptionError, "max_scale must be at least 1, got 0.5"),
+        ({"temperature": 2.0}, OptionError, "1 / max_scale = 0.01 to 1, got 2; or fix it"),
+        ({"temperature": 0.1, "max_scale": 9.0}, OptionError, "max_scale = 0.111111 to 1"),
         ({"model": "RN50"}, OptionError, r"RN50 has BatchNorm \(.*accept that with --batch-norm"),
         (
             {**SIMCLR, "model": "vgg11", "image_size": 32, "grad_checkpointing": True},
@@ -803,6 +825,11 @@ def test_a_fixed_temperature_stays(tmp_path):
             {**SIMCLR, "model": "test_byobnet", "grad_checkpointing": True, "knows": False},
             OptionError,
             "test_byobnet cannot recompute its activations; leave",
+        ),
+        (
+            {**SIMCLR, "model": "test_vit", "image_size": 40},
+            OptionError,
+            "test_vit does not take images of 40 x 40 pixels: .*; set --image-size",
         ),
     ],
 )

@@ -218,7 +218,8 @@ class Pool:
         are in it several times, as `overwrite=False` leaves them, an overwriting pool takes the
         newest.
         """
-        count = _checked_count(state, self.size, self.dim)
+        born = _checked_born(state, self.size, self.dim)
+        count = len(born)
         if "features" in state:
             self._note("")
             self._features[:count] = state["features"].to(self._features)
@@ -231,7 +232,7 @@ class Pool:
             )
         self._count, self._clock, self._named = count, state["clock"], state["named"]
         self._born[:count], self._ids[:count] = (
-            state[name].to(self.device) for name in ("born", "ids")
+            each.to(self.device) for each in (born, state["ids"])
         )
         if self._named and self.overwrite:
             self._drop_older_selves()
@@ -251,12 +252,13 @@ class Pool:
             self._file.note(token)
 
 
-def _checked_count(state: dict[str, Any], size: int, dim: int) -> int:
-    """How many samples a state holds, if it is whole and fits a pool."""
+def _checked_born(state: dict[str, Any], size: int, dim: int) -> Tensor:
+    """When the samples of a state came (count,), if it is whole and fits a pool."""
     missing = [name for name in STATE if name not in state]
     if missing:
         raise OptionError(f"the state must be of Pool.state_dict, got one without {missing[0]!r}")
-    born, clock = state["born"], state["clock"]
+    born: Tensor = state["born"]
+    clock = state["clock"]
     count = born.numel() if isinstance(born, Tensor) else 0
     if count > size or state["dim"] != dim:
         raise ShapeError(
@@ -269,13 +271,16 @@ def _checked_count(state: dict[str, Any], size: int, dim: int) -> int:
         if state["features"].shape != (count, dim):
             got = tuple(state["features"].shape)
             raise ShapeError(f"features of the state must have shape {(count, dim)}, got {got}")
+    if isinstance(clock, int) and bool((born <= clock).all()):
+        # As states told it before: of which put alone. Turns are by place then.
+        born = TURNS * born.long() + torch.arange(count, device=born.device)
     puts = born // TURNS
     if not isinstance(clock, int) or bool(((puts < 1) | (puts > clock)).any()):
         raise OptionError(
             f"born of the state must be of puts up to its clock, {clock!r}; it is damaged, or of "
             "another version"
         )
-    return count
+    return born
 
 
 def _last_of_each(ids: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import csv
 import functools
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -47,7 +48,8 @@ class Table:
     Columns: image (a path), text or caption or captions, query, positive, negatives, label, id; all
     others are left alone. A line of JSONL is an object, or an array, whose columns are "0", "1" and
     so on. CSV and TSV have a header; there captions and negatives may be JSON arrays, and an empty
-    cell says nothing. A cell of CSV may be quoted; in TSV a quote is a character like any other.
+    cell says nothing. A cell of CSV may be quoted; in TSV a quote is a character like any other,
+    and a row whose cells were quoted all the same is wrong.
     Rows are held as text; images are read when they are asked for.
 
     A row that is wrong stays, as a sample that raises when it is asked for, unless all are wrong.
@@ -239,8 +241,12 @@ def _cell_rows(file: Iterable[bytes], delimiter: str) -> Iterator[tuple[int, Rea
     header = [name.strip() for name in next(rows, (1, []))[1]]
     if len(set(header)) < len(header):
         raise DataError(f"columns must have a name each, got {', '.join(header)}", "table")
-    for line, cells in rows:
-        if cells:
+    filled = ((line, cells) for line, cells in rows if cells)
+    for (line, cells), (_, after) in itertools.pairwise(itertools.chain(filled, [(0, header)])):
+        if delimiter == "\t":
+            broken = len(after) != len(header) and _is_open(cells[-1])
+            yield line, functools.partial(_tsv_row, header, cells, broken)
+        else:
             yield line, functools.partial(_cell_row, header, cells)
 
 
@@ -261,6 +267,34 @@ def _all_cells(file: Iterable[bytes], delimiter: str) -> Iterator[tuple[int, lis
             "last one closes it",
             "table",
         ) from error
+
+
+def _tsv_row(header: list[str], cells: list[str], broken: bool, names: _Names) -> Row:
+    """Cells are as they stand, unless they were written as those of CSV: their quotes doubled, or
+    `broken`, the last one going on in the next line.
+    """
+    row = _cell_row(header, cells, names)
+    quoted = [row[name] for name in COLUMNS if name in row and _is_quoted(row[name])]
+    quoted += cells[-1:] if broken else []
+    if quoted:
+        raise DataError(
+            "a cell of TSV must not be quoted, since a quote is a character like any other there, "
+            f"got {quoted[0][:80]!r}; save the table without quotes, or as .csv",
+            "field",
+        )
+    return row
+
+
+def _is_quoted(cell: Any) -> bool:
+    """Between quotes, with others inside that are all doubled."""
+    if not isinstance(cell, str) or len(cell) < 2 or not cell[0] == cell[-1] == '"':
+        return False
+    return '""' in cell[1:-1] and '"' not in cell[1:-1].replace('""', "")
+
+
+def _is_open(cell: str) -> bool:
+    """Begun with a quote, without one that ends it."""
+    return cell.startswith('"') and '"' not in cell[1:].replace('""', "")
 
 
 def _cell_row(header: list[str], cells: list[str], names: _Names) -> Row:

@@ -16,7 +16,7 @@ from tilewise.data.loader import Form, Inputs
 from tilewise.data.samples import Sample
 from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
-from tilewise.models.base import PairModel
+from tilewise.models.base import PairModel, evaluating
 from tilewise.models.libraries import need
 from tilewise.models.patches import multiply_patches
 from tilewise.models.weights import load_strictly, read_pretrained
@@ -57,11 +57,23 @@ class TwoViews(PairModel):
         if pretrained:
             load_strictly(self.backbone, read_pretrained(Path(pretrained)), Path(pretrained))
         self.image_size = image_size or int(self.backbone.default_cfg["input_size"][1])
-        # Some widen what is pooled: by what timm calls the head's hidden layer.
-        pooled = getattr(self.backbone, "head_hidden_size", None) or self.backbone.num_features
-        self.projector = _projector([pooled, *projector])
+        self.projector = _projector([self._pooled(), *projector])
         self.logit_scale = nn.Parameter(torch.zeros(()))
         self.set_pixels(*(self.backbone.default_cfg[key] for key in ("mean", "std")))
+
+    def _pooled(self) -> int:
+        """How many features come out: some models widen or narrow what they pool, and what timm
+        knows of that is not true of all. Weights that are drawn after it are as without it.
+        """
+        size = self.image_size
+        try:
+            with evaluating(self.backbone), torch.random.fork_rng(devices=[]):
+                return int(self.backbone(torch.zeros(1, 3, size, size)).shape[1])
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            raise OptionError(
+                f"{self.name} does not take images of {size} x {size} pixels: {error}; set "
+                "--image-size"
+            ) from error
 
     @property
     def log_scale(self) -> nn.Parameter:

@@ -170,6 +170,10 @@ def write_pool(draft: Path, rank: int, state: dict[str, Any]) -> None:
 def load_pool(folder: Path, rank: int) -> dict[str, Any] | None:
     """The pool of a rank, if there is one for it."""
     path = folder / f"pool-{rank:05d}.safetensors"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is gone since it was chosen, and its pools with it; resume again"
+        )
     if not path.exists():
         return None
     facts: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())

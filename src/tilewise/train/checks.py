@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tilewise.errors import OptionError
-from tilewise.train.config import Config
+from tilewise.train.config import Config, LossConfig
 from tilewise.train.setup import Ranks
 
 TORCH_FLOOR = (2, 10)  # earlier ones can be made to run code by a file of weights
@@ -27,6 +27,19 @@ def check_alike(rows: int, cols: int) -> None:
     """Features of both sides are compared with each other."""
     if rows != cols:
         raise ValueError(f"rows come out with {rows} features, columns with {cols}")
+
+
+def check_temperature(loss: LossConfig) -> None:
+    """One that is learned stays where it is clamped to; runs from before that was checked can
+    still be evaluated.
+    """
+    if loss.max_scale < 1:
+        raise OptionError(f"max_scale must be at least 1, got {loss.max_scale}")
+    if loss.learn_temperature and not 1 <= 1 / loss.temperature <= loss.max_scale:
+        raise OptionError(
+            f"a temperature that is learned must be from 1 / max_scale = {1 / loss.max_scale:g} to "
+            f"1, got {loss.temperature:g}; or fix it with --no-learn-temperature"
+        )
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from tilewise.models import two_views
 from tilewise.models.base import PairModel
 from tilewise.models.image_text import CONFIG
 from tilewise.models.libraries import need
-from tilewise.train import checkpoint, configfile
+from tilewise.train import checkpoint, configfile, runfolder
 from tilewise.train.build import make_model, model_of
 from tilewise.train.checks import warn_of_old_torch
 from tilewise.train.config import Config, EvalConfig, ModelConfig
@@ -37,13 +37,27 @@ def train_command(args: Sequence[str]) -> int:
         )
     printed = "--print-config" in flags
     flags = [flag for flag in flags if flag != "--print-config"]
-    config = configfile.with_flags(configfile.read(recipe), flags, prog="tilewise train [RECIPE]")
+    config = configfile.read(recipe)
+    if any(flag.split("=")[0] == "--resume" for flag in flags):
+        config = _where_it_lies(config, Path(recipe).absolute())
+    config = configfile.with_flags(config, flags, prog="tilewise train [RECIPE]")
     if printed:
         print(configfile.to_toml(config))
         return 0
     _need_all()
     stopped_by = train(config).signal
     return 128 + stopped_by if stopped_by else 0
+
+
+def _where_it_lies(config: Config, file: Path) -> Config:
+    """The configuration of a run's folder is of the run in that folder, from wherever it is read,
+    and wherever it was moved.
+    """
+    folder, run = file.parent, config.run
+    of_a_run = file.name == runfolder.CONFIG and (folder / "checkpoints").is_dir()
+    if not of_a_run or (Path(run.runs) / run.name).resolve() == folder.resolve():
+        return config
+    return replace(config, run=replace(run, runs=str(folder.parent), name=folder.name))
 
 
 def _need_all() -> None:

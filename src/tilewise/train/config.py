@@ -91,7 +91,7 @@ class DataConfig:
 
     train_data: str = "emoji:train"
     """emoji:train, synthetic:PAIRS, shards (a folder, or a pattern such as data/{000..099}.tar),
-    a JSONL or CSV table, or a folder of class folders.
+    a JSONL, CSV or TSV table, or a folder of class folders.
     An ending such as @0-95 takes the samples whose id falls into these hundredths."""
     workers: int = 0
     """Processes that load; 0 loads beside the training, in a thread."""
@@ -154,14 +154,8 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         _check_above(0, temperature=self.temperature)
-        _check(self.max_scale >= 1, f"max_scale must be at least 1, got {self.max_scale}")
+        _check(self.max_scale > 0, f"max_scale must be above 0, got {self.max_scale}")
         _check(math.isfinite(self.init_bias), f"init_bias must be finite, got {self.init_bias}")
-        scale = 1 / self.temperature
-        _check(
-            not self.learn_temperature or 1 <= scale <= self.max_scale,
-            f"a temperature that is learned must be from 1 / max_scale = {1 / self.max_scale:g} to "
-            f"1, got {self.temperature:g}; or fix it with --no-learn-temperature",
-        )
         _check(
             0 <= self.label_smoothing < 1,
             f"label_smoothing must be in [0, 1), got {self.label_smoothing}",

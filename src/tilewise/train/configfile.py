@@ -162,15 +162,19 @@ def with_flags(config: Config, flags: Sequence[str], *, prog: str) -> Config:
 def _unknown(given: str, prog: str) -> str:
     """What to say of an argument that is none."""
     if not given.startswith("-"):
-        command = prog.rsplit(" ", 1)[0]
-        return (
-            f"{given!r} is not the value of a flag; what is run goes before all flags: "
-            f"{command} {given} ..."
-        )
+        hint = "one that is on or off takes none: --flip, --no-flip"
+        if given in recipes() or Path(given).exists():
+            command = prog.rsplit(" ", 1)[0]
+            hint = f"what is run goes before all flags: {command} {given} ..."
+        return f"{given!r} is not the value of a flag; {hint}"
     sentences = _sentences()
     name = given.lstrip("-").split("=")[0].replace("-", "_")
     words = name.replace("_", " ").lower()
-    told = [field for field, sentence in sentences.items() if words in sentence.lower()]
+    told = [
+        field
+        for field, sentence in sentences.items()
+        if len(words) >= 3 and words in sentence.lower()  # fewer letters are in any sentence
+    ]
     near = [*difflib.get_close_matches(name, sentences, 3, 0.7), *told][:3]
     flags = ", ".join("--" + field.replace("_", "-") for field in dict.fromkeys(near))
     return f"there is no flag {given}; {f'near it: {flags}' if near else f'see {prog} --help'}"

@@ -28,7 +28,7 @@ from tilewise.models.base import PairModel, evaluating
 from tilewise.train import checkpoint, logs, runfolder
 from tilewise.train.build import make_model, model_of, train_view
 from tilewise.train.checkpoint import Snapshot
-from tilewise.train.checks import check_alike, check_norms, check_ranks
+from tilewise.train.checks import check_alike, check_norms, check_ranks, check_temperature
 from tilewise.train.config import Config
 from tilewise.train.objective import check_negatives
 from tilewise.train.resuming import find, resume
@@ -74,8 +74,24 @@ class Trainer:
         loading = (data.workers, data.index_folder)
         self.suite = Suite(config.eval, *loading, ranks, self._part)
         source = open_source(data.train_data, index_folder=data.index_folder or None)
+        check_temperature(config.loss)
         check_ranks(config, ranks)
         ranks.ask_first(lambda: logs.check_reporters(config.run.report_to))
+        self.first_step = self.saved = 0
+        self.log = logs.Log(None)
+        self.held: IO[str] | None = None
+        try:
+            self._make(source)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, source: Source) -> None:
+        """All that trains. The folder of a run that goes on is held before its checkpoint is
+        chosen, which another would go on from, or remove; a new one is made last.
+        """
+        config, ranks, data = self.config, self.ranks, self.config.data
+        ranks.ask_first(self._hold_former)
         shot = find(config, ranks, self.screen.say)
         self.model: PairModel = self._made(shot).to(ranks.device)
         self.suite.check(self.model)
@@ -86,15 +102,8 @@ class Trainer:
         self.stepper = Stepper(config, ranks, self.model, self.stop)
         epochs = config.run.epochs * len(self.source) / config.step.batch_size
         self.steps = config.run.steps or max(1, int(epochs))
-        self.first_step = self.saved = 0
-        self.log = logs.Log(None)
-        self.held: IO[str] | None = None
         self.folder: Path = ranks.ask_first(self._take_folder)
-        try:
-            self._begin(shot)
-        except BaseException:
-            self.close()
-            raise
+        self._begin(shot)
 
     def _cached(self, source: Source) -> Source:
         """With the features of the locked tower, which the first rank computes if need be."""
@@ -152,10 +161,16 @@ class Trainer:
             ) from error
         check_negatives(config, "negatives" in out)
 
+    def _hold_former(self) -> None:
+        """The folder of a run that goes on, if it is there; on the first rank."""
+        former = runfolder.former(self.config.run)
+        if former is not None:
+            self.held = runfolder.hold(former)
+
     def _take_folder(self) -> Path:
         """The run's, which no other can have now; on the first rank."""
         folder = runfolder.make(self.config)
-        self.held = runfolder.hold(folder)
+        self.held = self.held or runfolder.hold(folder)
         checkpoint.sweep(folder / "checkpoints")
         return folder
 
@@ -180,7 +195,7 @@ class Trainer:
         """Write what is left of the records, and let others have the folder."""
         self.log.close()
         if self.held is not None:
-            runfolder.give_back(self.folder)
+            runfolder.give_back(Path(self.held.name).parent)
             self.held.close()
 
     def run(self) -> Outcome:

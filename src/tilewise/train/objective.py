@@ -97,6 +97,8 @@ class Objective:
         try:
             self.pool.load_state_dict(state)
         except OptionError:
+            if "features" in state:
+                raise
             return False
         return True
 

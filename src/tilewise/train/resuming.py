@@ -81,8 +81,12 @@ def _load_pools(stepper: Stepper, found: Path, say: Say) -> None:
             f"{found.name} has pools of {then} rank(s), and this run has {now}: "
             f"those of ranks {others} {what}"
         )
-    state = checkpoint.load_pool(found, stepper.ranks.rank)
-    kept = stepper.ranks.ask_all(lambda: state is None or stepper.objective.load_pool(state))
+
+    def own() -> bool:
+        state = checkpoint.load_pool(found, stepper.ranks.rank)
+        return state is None or stepper.objective.load_pool(state)
+
+    kept = stepper.ranks.ask_all(own)
     lost = [rank for rank, each in enumerate(kept) if not each]
     if lost:
         say(

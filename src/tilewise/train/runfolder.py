@@ -1,5 +1,6 @@
 """The folder of a run: made for one, held by it while it runs, given back if nothing came of it."""
 
+import gc
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ def make(config: Config) -> Path:
     run = config.run
     if not run.name and not run.resume:
         return _make_new(Path(run.runs), config.model.model)
-    folder = Path(run.runs) / (run.name or _run_of(run))
+    folder = _named(run)
     # One that is there is taken up again only if asked for.
     if not _claim(folder) and not run.resume:
         raise OptionError(
@@ -34,6 +35,15 @@ def make(config: Config) -> Path:
             "--resume latest"
         )
     return folder
+
+
+def former(run: RunConfig) -> Path | None:
+    """Of a run that goes on, if it is there."""
+    return _named(run) if run.resume and _named(run).is_dir() else None
+
+
+def _named(run: RunConfig) -> Path:
+    return Path(run.runs) / (run.name or _run_of(run))
 
 
 def _run_of(run: RunConfig) -> str:
@@ -83,7 +93,11 @@ def hold(folder: Path) -> IO[str]:
         raise OptionError(
             f"the run folder must be one to write to, got {folder}: {error.strerror}"
         ) from error
-    if not is_locked(file):
+    free = is_locked(file)
+    if not free:
+        gc.collect()  # a run that nobody has any more may not have been taken away yet
+        free = is_locked(file)
+    if not free:
         file.seek(0)
         holder = file.read() or "another process"
         file.close()
@@ -105,11 +119,14 @@ def give_back(folder: Path) -> None:
 
 
 def describe(folder: Path, config: Config, *, step: int) -> None:
-    """Write what goes on from a step: its whole configuration; that of the part before is kept."""
-    path = folder / CONFIG
+    """Write what goes on from a step: its whole configuration; that of the part before is kept.
+
+    Of several that went on from one step, it is the first that says what was before.
+    """
+    path, before = folder / CONFIG, folder / f".config-until-{step:08d}.toml"
     text = to_toml(replace(config, run=replace(config.run, name=folder.name, resume="")))
-    if path.exists() and path.read_text("utf-8") != text:
-        path.replace(folder / f".config-until-{step:08d}.toml")
+    if path.exists() and path.read_text("utf-8") != text and not before.exists():
+        path.replace(before)
     path.write_text(text, "utf-8")
 
 
