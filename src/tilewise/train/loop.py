@@ -123,14 +123,15 @@ class Trainer:
             self.ranks.tell(True)  # it may take longer than ranks wait for each other
 
         how: dict[str, Any] = {"form": form, "batch": config.eval.eval_batch}
-        if not self.ranks.is_first:
-            while self.ranks.tell(None):
-                pass
-            return cached_features(source, path, embed, **how)
-        with self.screen:
-            cached = cached_features(source, path, embed, on_progress=tell, **how)
-        self.ranks.tell(False)
-        return cached
+
+        def compute() -> bool:
+            with self.screen:
+                cached_features(source, path, embed, on_progress=tell, **how)
+            return False
+
+        while self.ranks.ask_first(compute):  # the others hear how far it is, and what it refuses
+            pass
+        return cached_features(source, path, embed, **how)
 
     def _batches(self) -> Batches:
         data, ranks = self.config.data, self.ranks
