@@ -23,6 +23,24 @@ from tilewise.train.stopping import Stop
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
+@pytest.fixture(autouse=True)
+def _listening():
+    """A shell lets what it runs in the background ignore SIGINT; runs respect that."""
+    before = {number: signal.getsignal(number) for number in CODES}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path, monkeypatch):
+    """As `nohup` and shells have it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signalled(monkeypatch, Stepper, "step", second_step, signal.SIGINT)
+    assert command(tmp_path) == 0
+
+
 def command(tmp_path, **fields):
     """Through the command line, in this process; its exit code."""
     path = tmp_path / "run.toml"
