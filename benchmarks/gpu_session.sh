@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What is measured on a GPU before a GPU issue is called resolved, in parts of at most ten minutes each on an H200.
+# What is measured on a GPU before a GPU issue is called resolved, in parts meant for ten minutes each on an H200.
 #
 #   bash benchmarks/gpu_session.sh packages   with a network: what the GPU machine lacks, into .carry/site
 #   bash benchmarks/gpu_session.sh PART       on the GPU machine: tests steps steps-large step-peers
