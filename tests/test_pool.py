@@ -437,3 +437,12 @@ def test_a_pool_that_is_empty_on_one_rank():
 def test_what_is_refused(make, message):
     with pytest.raises(tw.TilewiseError, match=message):
         make()
+
+
+def test_another_default_device():
+    torch.set_default_device("meta")
+    try:
+        bank = tw.Pool(4, D, where="host")
+    finally:
+        torch.set_default_device(None)
+    assert bank.features.device.type == "cpu"

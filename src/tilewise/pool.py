@@ -77,7 +77,7 @@ class Pool:
             self._features = torch.zeros(size, dim, dtype=dtype, device=self.device)
         elif where == "host":
             pinned = self.device.type == "cuda"
-            self._features = torch.zeros(size, dim, dtype=dtype, pin_memory=pinned)
+            self._features = torch.zeros(size, dim, dtype=dtype, device="cpu", pin_memory=pinned)
         else:
             self._file = poolfile.PoolFile(where, (size, dim), dtype)
             self._features = self._file.features
