@@ -29,7 +29,7 @@ from tilewise.backends import (
     tuning,
     vectors,
 )
-from tilewise.backends.tuning import Target, tiles_for
+from tilewise.backends.tuning import Target, copies_tiles, tiles_for
 
 FLOAT_POINTERS = """head flag row_part col_part row_pull col_pull out row_gain col_gain row_vectors
     col_vectors scale_part row_parts row_weight col_weight stats mean product_of"""
@@ -43,6 +43,10 @@ COMMON = {
 ALIGNED, INDEX, LABEL = (kernels.KINDS[name] for name in ("aligned", "index", "label"))
 VARIANTS = {
     "sums": ("sums", "sums", {"KIND": ALIGNED, "MASKED": False}),
+    "sums-keep": ("sums", "kept", {"KIND": ALIGNED, "MASKED": False, "kept": "i16"}),
+    "sums-keep-scale": (
+        "sums", "kept", {"KIND": ALIGNED, "MASKED": False, "SCALED": True, "kept": "i16"},
+    ),
     "sums-ids": ("sums", "masked", {"KIND": ALIGNED, "IDS": True, "MASKED": True}),
     "sums-symmetric": (
         "sums", "masked", {"KIND": INDEX, "SELF": True, "UPPER": True, "MASKED": True},
@@ -121,6 +125,11 @@ POINTERS_OF_VECTORS = {
 SCORES = {torch.float32: torch.float16}
 GRADIENTS = {torch.float32: torch.float16, torch.float8_e4m3fn: torch.bfloat16}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
+# Loads and stores of a single 16-bit number.
+NARROW = {
+    "cuda": r"(ld|st)\.global[.\w:]*\.[bu]16\b",
+    "hip": r"global_(load_(short|ushort)|store_short)|buffer_(load_(short|ushort)|store_short)",
+}
 MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
 
 
@@ -141,13 +150,18 @@ def compile_variant(name, target, dtype, features, ones=()):
         "dz": (gradients, *piece),
         "rest": (gradients, *piece),
     }
+    if values["kept"] is not None:
+        blocks["kept"] = (values.pop("kept"), size.rows, size.cols)
     if dtype != torch.float32:
         del blocks["rest"]
         values["rest"] = None
     signature, constants, attributes = {}, {}, {}
     for position, argument in enumerate(kernel.arg_names):
-        if argument in blocks:
+        if argument in blocks and copies_tiles(target):
             signature[argument] = "tensordesc<{}[{},{}]>".format(*blocks[argument])
+        elif argument in blocks:
+            signature[argument] = (f"*{blocks[argument][0]}", "i32", "i32")
+            attributes[(position, 0)] = [["tt.divisibility", 16]]
         elif argument in POINTERS:
             signature[argument] = "*" + POINTERS[argument]
             attributes[(position,)] = [["tt.divisibility", 16]]
@@ -169,12 +183,12 @@ def compile_variant(name, target, dtype, features, ones=()):
 
 IN_TURN = {
     "in-turn-sums": ("sums", "sums", {"SCALED": False, "kept": None}),
-    "in-turn-sums-keep": ("sums", "sums", {"SCALED": False}),
-    "in-turn-sums-attend": ("sums", "sums", {"SCALED": True, "COLUMNS": False}),
+    "in-turn-sums-keep": ("sums", "sums", {"SCALED": False, "kept": "i16"}),
+    "in-turn-sums-attend": ("sums", "sums", {"SCALED": True, "COLUMNS": False, "kept": "bf16"}),
     "in-turn-dz": ("dz_of_sums", "dz", {"SCALED": False}),
     "in-turn-dz-scale": ("dz_of_sums", "dz", {"SCALED": True}),
     "in-turn-softplus": ("dz_of_softplus", "softplus", {"SCALED": False}),
-    "in-turn-sums-keep-scale": ("sums", "sums", {"SCALED": True}),
+    "in-turn-sums-keep-scale": ("sums", "sums", {"SCALED": True, "kept": "i16"}),
     "in-turn-softplus-scale": ("dz_of_softplus", "softplus", {"SCALED": True}),
 }
 
@@ -188,19 +202,21 @@ def compile_in_turn(name, dtype, features):
         "D": features, "STAGES": size.stages, "LANES": size.group, "DIAGONAL": True,
         "COLUMNS": kernel_name != "dz_of_softplus", "VALUES": True, **options,
     }  # fmt: skip
-    shapes = {
-        "rows": (size.rows, size.features), "cols": (size.cols, size.features),
-        "dz": (size.rows, size.cols // 2), "kept": (size.rows, size.cols // 2),
-    }  # fmt: skip
+    features_of, half = SHORT[dtype], (size.rows, size.cols // 2)
+    blocks = {
+        "rows": (features_of, size.rows, size.features),
+        "cols": (features_of, size.cols, size.features),
+        "dz": (features_of, *half),
+    }
+    if values.get("kept") is not None:
+        blocks["kept"] = (values.pop("kept"), *half)
     signature, constants, attributes = {}, {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in values:
             signature[argument], constants[(position,)] = "constexpr", values[argument]
-        elif argument in shapes:
-            layout = gl.NVMMASharedLayout(min(128, 2 * shapes[argument][1]), 16, 2)
-            signature[argument] = "tensordesc<{}[{},{}],{!r}>".format(
-                SHORT[dtype], *shapes[argument], layout
-            )
+        elif argument in blocks:
+            layout = gl.NVMMASharedLayout(min(128, 2 * blocks[argument][2]), 16, 2)
+            signature[argument] = "tensordesc<{}[{},{}],{!r}>".format(*blocks[argument], layout)
         elif argument in POINTERS:
             signature[argument] = "*" + POINTERS[argument]
             attributes[(position,)] = [["tt.divisibility", 16]]
@@ -265,6 +281,7 @@ def report(name, target, dtype, features):
         "shared": compiled.metadata.shared,
         "mma": len(re.findall(MMA[target.kind], text)),
         "trap": len(re.findall(r"^\s*trap;|s_trap", text, re.MULTILINE)),
+        "narrow": len(re.findall(NARROW[target.kind], text)),
     }
     if target.kind == "cuda":
         found["spilled"], found["registers"] = spills(text, target.version)

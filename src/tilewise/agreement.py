@@ -98,9 +98,11 @@ def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
             "columns in host memory must be negatives only where there is a group, such as a pool; "
             "got some with positives: move them to the device"
         )
-    # What is kept for the backward would be of some columns only.
-    plan = plan._replace(group=groups.name_of(group), keep_bytes=0)
+    plan = plan._replace(group=groups.name_of(group))
     agreed = _agreed(how, pairs, plan)
+    if len(agreed.sizes) > 1:
+        # What is kept for the backward would be of some columns only.
+        plan = plan._replace(keep_bytes=0)
     name = _schedule(how, pairs, plan, agreed).name
     ways = {"ring": [0] * len(agreed.nodes), "two-level": agreed.nodes, "gather": []}
     return plan._replace(sizes=agreed.sizes, nodes=ways[name if any(agreed.sizes) else "ring"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import hosted, rounds
 from tilewise.backends import fused
 from tilewise.backends.blocks import narrow, pull_rows, row_spans
-from tilewise.backends.plan import Grads, Needs, Plan, Swept
+from tilewise.backends.plan import LENT, Grads, Needs, Plan, Swept
 from tilewise.errors import GradError
 from tilewise.pairs import Pairs, check_values
 
@@ -104,9 +104,8 @@ def _(*args: Any) -> Swept:
 )
 @plain
 def _differentiate(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pairs, plan, rest = _parse(args)
-    rows, cols, memo, *more = rest
-    return _gradients(pairs, plan, Swept(rows, cols, memo, rows.new_empty(0)), tuple(more))
+    pairs, plan, (rows, cols, memo, *rest) = _parse(args)
+    return _gradients(pairs, plan, Swept(rows, cols, memo, rows.new_empty(0)), tuple(rest))
 
 
 @_differentiate.register_fake
@@ -195,17 +194,18 @@ def _for_inputs(
 
 def _spend(ctx: Any) -> list[Tensor]:
     """What the forward kept, to be turned into gradients in place if nobody else can see it."""
-    if _graph_is_kept() or not all(_is_ours_alone(x) for x in ctx.kept):
+    if not _may_spend(ctx):
         return [x.clone() for x in ctx.kept]
     kept: list[Tensor] = ctx.kept
     ctx.kept = None
     return kept
 
 
-def _graph_is_kept() -> bool:
-    """Whether this backward runs with retain_graph=True; assumed where torch cannot tell."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return ask is None or bool(ask())
+def _may_spend(ctx: Any) -> bool:
+    """Whether nobody can see what the forward kept, now or, with retain_graph=True, later."""
+    # Where torch cannot tell, the graph is assumed to stay.
+    stays = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return not stays() and all(_is_ours_alone(x) for x in ctx.kept)
 
 
 def _is_ours_alone(x: Tensor) -> bool:
@@ -228,8 +228,10 @@ def _reduce_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None,
         for x, d in zip(known[:2], upstream[:2], strict=True)
     ]
     rest = (*d_stats, *ctx.needs_input_grad[:4])
-    # create_graph=True is left to the op that refuses to go on.
-    if ctx.kept[0].numel() and not torch.is_grad_enabled():
+    # create_graph=True is left to the op that refuses to go on. What lies in the workspace's memory
+    # is computed again rather than copied.
+    usable = call.plan.keep_bytes != LENT or _may_spend(ctx)
+    if ctx.kept[0].numel() and usable and not torch.is_grad_enabled():
         grads = _differentiate_kept(*call.pairs, *call.plan, *known, *_spend(ctx), *rest)
     else:
         grads = _differentiate(*call.pairs, *call.plan, *known, *rest)
@@ -334,8 +336,7 @@ def weigh(*args: Any) -> tuple[Tensor, ...]:
     """A scalar, differentiable in rows, cols, scale and bias, and what its backward needs."""
     pairs, plan, (weight, *needs) = _checked(args)
     value, scaled = hosted.weigh(pairs, plan, weight, Needs(*needs))
-    grads = _rounded(pairs, scaled.grads, Needs(*needs))
-    return value, *grads, scaled.row_gain, scaled.col_gain
+    return value, *_rounded(pairs, scaled.grads, Needs(*needs)), *scaled[1:]
 
 
 @weigh.register_fake

@@ -16,9 +16,10 @@ class SweepOptions(TypedDict, total=False):
 
     backend: str  # "auto" (default), "fused", "chunked" or "dense"
     workspace_mib: float  # most memory for tiles at work, 256 by default
-    # Most memory for exponentials kept for the backward, 0 by default, or "auto". With retain_graph
-    # or under torch.compile the backward works on a copy of them: as much again.
-    keep_mib: float | Literal["auto"]
+    # Most memory for exponentials kept for the backward, or "auto". With retain_graph or under
+    # torch.compile the backward works on a copy of them: as much again. By default (None) all are
+    # kept where they fit into the workspace, which the backward then does without.
+    keep_mib: float | Literal["auto"] | None
     # Where to compute, for features in host memory, pinned, memory-mapped or not; see hosted.py.
     device: Device
     check_values: bool  # read scale and indices back from a device to check them
@@ -45,7 +46,7 @@ def make_plan(how: SweepOptions, reduction: str, columns: bool, sums: bool) -> P
     workspace_mib = check_number("workspace_mib", how.get("workspace_mib", 256))
     if workspace_mib <= 0:
         raise OptionError(f"workspace_mib must be positive, got {workspace_mib}")
-    _check_keep(how.get("keep_mib", 0))
+    _check_keep(how.get("keep_mib"))
     check_values = how.get("check_values", False)
     if not isinstance(check_values, bool):
         raise DtypeError(f"check_values must be True or False, got {check_values!r}")
@@ -61,8 +62,8 @@ def bytes_of(mib: float) -> int:
     return int(min(mib * 2**20, 2**62))
 
 
-def _check_keep(keep_mib: float | str) -> None:
-    if keep_mib == "auto":
+def _check_keep(keep_mib: float | str | None) -> None:
+    if keep_mib is None or keep_mib == "auto":
         return
     if isinstance(keep_mib, str):
         raise OptionError(f"keep_mib must be a number or 'auto', got {keep_mib!r}")

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from tilewise import autograd, backends, measure
 from tilewise.agreement import together, with_group
 from tilewise.backends import fused
-from tilewise.backends.plan import Plan, Swept
+from tilewise.backends.plan import LENT, Plan, Swept
 from tilewise.entropy import entropy
 from tilewise.errors import OptionError
 from tilewise.options import SweepOptions, bytes_of, make_plan
@@ -165,7 +165,7 @@ def weigh_pairs(
 
 def _with_keep(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     """The plan, with a budget for exponentials where a backward will come."""
-    budget = _keep_bytes(how.get("keep_mib", 0), pairs, plan)
+    budget = _keep_bytes(how.get("keep_mib"), pairs, plan)
     wanted = (x.requires_grad for x in (pairs.rows, pairs.columns))
     if not (torch.is_grad_enabled() and any(wanted)):
         return plan
@@ -184,7 +184,10 @@ def _reduce(pairs: Pairs, plan: Plan) -> Swept:
     return Swept(*autograd.reduce(*pairs, *plan))
 
 
-def _keep_bytes(keep_mib: float | str, pairs: Pairs, plan: Plan) -> int:
+def _keep_bytes(keep_mib: float | str | None, pairs: Pairs, plan: Plan) -> int:
+    if keep_mib is None:
+        # A compiled backward works on a copy of what was kept.
+        return 0 if torch.compiler.is_compiling() else LENT
     if keep_mib != "auto":
         return bytes_of(float(keep_mib))
     if pairs.device.type != "cuda":
@@ -228,15 +231,18 @@ class Kept(NamedTuple):
         return f"keeps {self.chunks} of {self.num_chunks} chunks in {self.mib:,.0f} MiB"
 
 
-def explain_keep(rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"]) -> Kept:
-    """What `clip_loss` and `info_nce` keep of such features for their backward under a budget.
+def explain_keep(
+    rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"] | None = None
+) -> Kept:
+    """What `clip_loss` and `info_nce` keep of such features for their backward.
 
     Chunks are of 8,192 rows. The same number of them gives the same bits. The other losses, labels
     and label smoothing keep none.
 
     Args:
         rows, cols: features (N, D) and (M, D).
-        keep_mib: the budget, or "auto" for what the device has free.
+        keep_mib: the budget, "auto" for what the device has free, or None: all of them where they
+            fit into the workspace (up to about 9,000 pairs), else none.
     """
     pairs = make_pairs(
         rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False

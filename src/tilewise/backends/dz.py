@@ -20,8 +20,10 @@ from tilewise.backends.kernels import (
     SCALE2,
     exp_scaled,
     exponent,
+    opened,
     product,
     which,
+    whole,
     wide,
 )
 
@@ -73,6 +75,10 @@ def dz_of_sums(
     """
     if tl.load(flag) != 0:
         return
+    rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
+    dz = opened(dz, whole(m), TN, TM // 2)
+    if rest is not None:
+        rest = opened(rest, whole(m), TN, TM // 2)
     offset2 = tl.load(head + OFFSET2)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0), flatten=True):
@@ -104,7 +110,7 @@ def dz_of_sums(
 @triton.jit
 def dz_of_kept(kept, dz, stride, flag, row_gain, col_gain, row0, col0, n, m, COLUMNS: tl.constexpr,
                TN: tl.constexpr, TM: tl.constexpr):  # fmt: skip
-    """As `dz_of_sums`, from exponentials (n, m) that lie where dz is to be."""
+    """As `dz_of_sums`, from exponentials (n, m), `stored` as int16, that lie where dz is to be."""
     if tl.load(flag) != 0:
         return
     row = tl.program_id(1) * TN + tl.arange(0, TN)
@@ -114,7 +120,8 @@ def dz_of_kept(kept, dz, stride, flag, row_gain, col_gain, row0, col0, n, m, COL
     gain = tl.load(row_gain + row0 + row, row < n, other=0.0)[:, None]
     if COLUMNS:
         gain = gain + tl.load(col_gain + col0 + col, col < m, other=0.0)[None, :]
-    x = tl.load(kept + at, inside, other=0.0).to(tl.float32) * gain
+    bits = tl.load(kept + at, inside, other=0).to(tl.uint16, bitcast=True).to(tl.uint32) << 15
+    x = bits.to(tl.float32, bitcast=True) * gain
     tl.store(dz + at, x.to(dz.dtype.element_ty), inside)
 
 
@@ -187,6 +194,10 @@ def dz_of_marked(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
+    rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
+    dz = opened(dz, whole(m), TN, TM // 2)
+    if rest is not None:
+        rest = opened(rest, whole(m), TN, TM // 2)
     scale = (tl.load(head + SCALE2), tl.load(head + LOW))
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
@@ -258,6 +269,10 @@ def dz_of_softplus(
     EDGES then does the tiles over where that was wrong.
     """
     PLANES: tl.constexpr = 3 if SCALED else 1
+    rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
+    dz = opened(dz, whole(m), TN, TM // 4)
+    if rest is not None:
+        rest = opened(rest, whole(m), TN, TM // 4)
     scale, bias = tl.load(head + SCALE), tl.load(head + BIAS)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)

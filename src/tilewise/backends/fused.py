@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.backends.plan import Attended, Grads, Needs, Plan, Scaled, Swept
+from tilewise.backends.plan import LENT, Attended, Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs
 from tilewise.positives import poison
 from tilewise.tiles import padded
@@ -28,7 +28,9 @@ INTERPRETED = False
 FP8_CAPABILITY = (8, 9)
 # Rows that are kept together, and that the forward sweeps together.
 CHUNK = 8192
-# Features whose exponentials may be kept: bf16 has their range, and dz is no finer then.
+# Of the workspace: what rounding a block of gradients and summing a panel's parts takes.
+SPARE_BYTES = 2**24
+# Features whose exponentials may be kept: dz is no finer then.
 KEEPS = (torch.bfloat16,)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -203,15 +205,25 @@ def has_offset(pairs: Pairs, plan: Plan) -> bool:
 
 def kept_rows(pairs: Pairs, plan: Plan) -> int:
     """Of how many rows, from the first on, the exponentials fit: all, or whole chunks of them."""
-    n, m, _ = pairs.shape
-    wanted = plan.reduction == "logsumexp" and plan.keep_bytes > 0
+    n, m, d = pairs.shape
+    wanted = plan.reduction == "logsumexp" and plan.keep_bytes != 0
     if not wanted or not has_offset(pairs, plan) or pairs.symmetric:
         return 0
     # ROCm's BLAS would want all of it in fp32.
     if pairs.rows.dtype not in KEEPS or torch.version.hip:
         return 0
-    rows = plan.keep_bytes // (2 * padded(m, 8))
+    row_bytes = 2 * padded(m, 8)
+    if plan.keep_bytes == LENT:
+        # Beside them the backward has its rows' gradients, and features that must be converted.
+        beside = (4 * n + 2 * (n + m)) * d
+        return n if n * row_bytes + beside <= panel_bytes(plan) else 0
+    rows = plan.keep_bytes // row_bytes
     return n if rows >= n else rows // CHUNK * CHUNK
+
+
+def panel_bytes(plan: Plan) -> int:
+    """What the workspace has for a panel: all but what is rounded and summed up beside it."""
+    return max(plan.workspace_bytes - SPARE_BYTES, plan.workspace_bytes // 2)
 
 
 def _multiplies_exponentials(pairs: Pairs, plan: Plan) -> bool:
@@ -221,11 +233,14 @@ def _multiplies_exponentials(pairs: Pairs, plan: Plan) -> bool:
 
 
 def empty_kept(pairs: Pairs, plan: Plan) -> Tensor:
-    """Memory for what is kept (rows, M and some 0s): rows begin at multiples of 16 bytes."""
+    """Memory for what is kept (rows, M and some 0s): rows begin at multiples of 16 bytes.
+
+    Floats without a sign; see `kernels.stored`.
+    """
     rows, m = kept_rows(pairs, plan), pairs.shape[1]
     if rows == 0:
-        return pairs.rows.new_empty(0, dtype=torch.bfloat16)
-    return pairs.rows.new_empty(rows, padded(m, 8), dtype=torch.bfloat16)
+        return pairs.rows.new_empty(0, dtype=torch.int16)
+    return pairs.rows.new_empty(rows, padded(m, 8), dtype=torch.int16)
 
 
 def empty_memo(pairs: Pairs, plan: Plan) -> Tensor:

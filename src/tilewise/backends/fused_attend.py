@@ -16,7 +16,7 @@ from tilewise.backends.products import add_product, cut
 from tilewise.backends.ready import Ready
 from tilewise.backends.tuning import TileSize
 from tilewise.pairs import Pairs
-from tilewise.tiles import cdiv, padded, row_of_tiles, spans
+from tilewise.tiles import Tile, cdiv, padded, row_of_tiles, spans
 
 
 class Attending(Forward):
@@ -26,7 +26,7 @@ class Attending(Forward):
         super().__init__(pairs, plan._replace(keep_bytes=0, columns=False))
         self.mean = self.head.new_empty(pairs.rows.shape)
         self.row_pull = self.head.new_zeros(pairs.shape[0])
-        height, width = self._call_shape(self.ready, self.ready.tiles.sums, 4)
+        height, width = self._call_shape(self.ready, self._size(keep=True)[0], 4)
         area = min(height, pairs.shape[0]) * padded(min(width, pairs.shape[1]), 8)
         self.work = pairs.rows.new_empty(area, dtype=torch.bfloat16)
 
@@ -49,8 +49,10 @@ class Attending(Forward):
         return rows, min(width, max(size.cols, most))
 
     def _panels(self) -> Iterator[Panel]:
-        for panel in super()._panels():
-            yield panel._replace(kept=cut(self.work, panel.tile))
+        return self._panels_of(0, self.pairs.shape[0], keep=True)
+
+    def _place(self, tile: Tile) -> Tensor:
+        return cut(self.work, tile)
 
     def _use(self, panel: Panel) -> None:
         tile, exponentials = panel.tile, panel.kept
@@ -64,7 +66,7 @@ class Attending(Forward):
         size = self.ready.tiles.marked
         most, width = self._call_shape(self.ready, size, 0)
         for panel in (tile for rows in spans(n, most) for tile in row_of_tiles(rows, m, width)):
-            features = self.ready.descriptors(size, panel, self.flag)
+            features = self.ready.loads(size, panel, self.flag)
             height = panel.row_stop - panel.row_start
             kernels.marked_means[(cdiv(height, size.rows), cdiv(d, size.features))](
                 *features, self.head, self.flag, stats, self.mean, product, *self.ready.marks[:3],

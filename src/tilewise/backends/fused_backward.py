@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends import fused, kernels, vectors
 from tilewise.backends.blocks import narrow, store
 from tilewise.backends.convert import SPLIT
+from tilewise.backends.fused import SPARE_BYTES
 from tilewise.backends.fused_forward import BLOCK, pulls
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
 from tilewise.backends.products import (
@@ -29,8 +29,6 @@ from tilewise.tiles import Tile, balanced, cdiv, padded, row_of_tiles, spans, up
 
 # fp16 has no room below 1e-8: dz is stored times this power of two, which leaves room for 8 above.
 MULTIPLIER = {torch.float16: 4096.0}
-# Of the workspace: what rounding a block of gradients and summing a panel's parts takes.
-SPARE_BYTES = 2**24
 
 
 class Panel(NamedTuple):
@@ -91,12 +89,12 @@ class Backward:
         """Fill panel after panel with dz, and multiply."""
         height, width = self._panel_shape()
         n, m, d = self.pairs.shape
-        area = min(height, n) * padded(min(width, m), 8)
+        kept = len(self.kept)
+        area = min(height, n) * padded(min(width, m), 8) if kept < n else 0
         work = self.head.new_empty(2 if self.split else 1, area, dtype=self.dtype)
         self._spread_factor()
         row_acc = self.head.new_empty(min(height, n), d) if self.rows is not None else None
         self._sweep_kept(dz_of, row_acc)
-        kept = len(self.kept)
         for span in ((kept + start, kept + stop) for start, stop in spans(n - kept, height)):
             rows = slice(*span)
             here = None if row_acc is None else row_acc[: span[1] - span[0]]
@@ -139,8 +137,7 @@ class Backward:
     def _panel_shape(self) -> tuple[int, int]:
         """As large as the workspace allows beside the panel's row gradients, in equal pieces."""
         n, m, d = self.pairs.shape
-        size, room = self.pairs.rows.element_size(), self.plan.workspace_bytes
-        room = max(room - SPARE_BYTES, room // 2)
+        size, room = self.pairs.rows.element_size(), fused.panel_bytes(self.plan)
         # Of every tile: one that reached into the next panel would count its pairs twice.
         unit = max(max(tile.rows, tile.cols) for tile in self.ready.tiles[1:])
         # Converted features lie beside dz: panels of rows, whose gradients do too, and of columns.
@@ -225,10 +222,10 @@ class Backward:
         n, m, _ = self.pairs.shape
         height, width = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
         count = cdiv(height, size.rows) * cdiv(width, size.cols)
-        block = [size.rows, size.cols // pieces]
         kernel[(min(count, size.programs * self.ready.processors),)](
-            *self.ready.descriptors(size, tile),
-            *(x if x is None else TensorDescriptor.from_tensor(x, block) for x in parts),
+            *self.ready.loads(size, tile),
+            *(x if x is None else self.ready.tiled(x, size.rows, size.cols // pieces)
+              for x in parts),
             self.head, *args, tile.row_start, tile.col_start, height, width, n, m,
             GROUP=size.group, **self.ready.product(size), **options,
         )  # fmt: skip
@@ -337,7 +334,7 @@ class Backward:
         tile, dz, _ = panel
         n, m = dz.shape
         dz_kernels.dz_of_kept[(cdiv(m, 1024), cdiv(n, 16))](
-            dz.view(torch.bfloat16), dz, dz.stride(0), self.flag, row_gain, col_gain,
+            dz.view(torch.int16), dz, dz.stride(0), self.flag, row_gain, col_gain,
             tile.row_start, tile.col_start, n, m, COLUMNS=both, TN=16, TM=1024, num_warps=8,
         )  # fmt: skip
 

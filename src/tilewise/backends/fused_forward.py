@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import finishes, fused, kernels, vectors
 from tilewise.backends.plan import Plan, Swept
@@ -158,24 +157,36 @@ class Forward:
         """For whoever wants more of a panel than its sums."""
 
     def _panels(self) -> Iterator[Panel]:
-        (n, m, _), marked = self.pairs.shape, self._masks
-        turns = self.ready.turns if not (marked or self.pairs.symmetric) else None
-        tiles = turns or self.ready.tiles
-        size = tiles.masked if marked else tiles.sums
+        n, known = self.pairs.shape[0], len(self.kept)
+        yield from self._panels_of(0, known, keep=True)
+        yield from self._panels_of(known, n, keep=False)
+
+    def _panels_of(self, start: int, stop: int, keep: bool) -> Iterator[Panel]:
+        """Rows [start, stop) against all columns."""
+        (size, in_turn), marked, m = self._size(keep), self._masks, self.pairs.shape[1]
         # A ragged block goes last, on its own: all of its tiles are masked.
-        clean = m if turns else 0 if marked else m // size.cols * size.cols
+        clean = m if in_turn else 0 if marked else m // size.cols * size.cols
         height, width = self._call_shape(self.ready, size, 4)
         calls = [(*span, marked) for span in spans(clean, balanced(m, width, size.cols))]
         calls += [(clean + a, clean + b, True) for a, b in spans(m - clean, width)]
-        known = len(self.kept)
-        rest = ((known + start, known + stop) for start, stop in spans(n - known, height))
-        for rows in (*spans(known, height), *rest):
-            kept = self.kept[slice(*rows)] if rows[1] <= known else None
+        for top, bottom in spans(stop - start, height):
             for first, last, masked in calls:
+                tile = Tile(start + top, start + bottom, first, last)
                 # Half of a symmetric z tells everything.
-                if not self.pairs.symmetric or last > rows[0]:
-                    here = None if kept is None else kept[:, first:last]
-                    yield Panel(Tile(*rows, first, last), size, turns is not None, masked, here)
+                if not self.pairs.symmetric or last > tile.row_start:
+                    place = self._place(tile) if keep else None
+                    yield Panel(tile, size, in_turn, masked, place)
+
+    def _size(self, keep: bool) -> tuple[TileSize, bool]:
+        """The tile of the sums, with exponentials stored or not; whether it is one of `hopper`."""
+        turns = self.ready.turns if not (self._masks or self.pairs.symmetric) else None
+        tiles = turns or self.ready.tiles
+        plain = tiles.masked if self._masks else tiles.sums
+        return tiles.kept if keep else plain, turns is not None
+
+    def _place(self, tile: Tile) -> Tensor:
+        """Where the exponentials of a panel are kept."""
+        return self.kept[tile.rows, tile.cols]
 
     @property
     def _masks(self) -> bool:
@@ -217,11 +228,11 @@ class Forward:
                 DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", **options,
             )  # fmt: skip
             return
-        kept = None
-        if panel.kept is not None:
-            kept = TensorDescriptor.from_tensor(panel.kept, [size.rows, size.cols])
+        kept = panel.kept
+        if kept is not None:
+            kept = self.ready.tiled(kept, size.rows, size.cols)
         kernels.sums[(programs,)](
-            *self.ready.descriptors(size, tile), kept, *args, *self.ready.marks[:3], *where,
+            *self.ready.loads(size, tile), kept, *args, *self.ready.marks[:3], *where,
             FOLD=min(size.rows, 16 * size.warps), UPPER=self.pairs.symmetric,
             COLUMNS=self.plan.columns or self.pairs.symmetric, MASKED=panel.masked, **options,
             **self.ready.kind(), **self.ready.product(size),
@@ -261,7 +272,7 @@ class Forward:
         found = self.head.new_empty(8, n)
         height, width = self._call_shape(ready, size, 0)
         for panel in (tile for rows in spans(n, height) for tile in row_of_tiles(rows, m, width)):
-            features = ready.descriptors(size, panel, self.flag if on_flag else None)
+            features = ready.loads(size, panel, self.flag if on_flag else None)
             kernels.marked_sums[(cdiv(panel.row_stop - panel.row_start, size.rows),)](
                 *features, self.head, self.flag, found, *ready.marks, panel.row_start,
                 panel.col_start, panel.col_stop - panel.col_start, n, m, SUMS=self.plan.sums,

@@ -26,6 +26,9 @@ LOW = gl.constexpr(kernels.LOW.value)
 LOG2E = gl.constexpr(kernels.LOG2E.value)
 FARTHEST = gl.constexpr(3e38)
 
+# The same text, read as Gluon.
+_stored = gluon.jit(kernels.stored.fn)
+
 
 @gluon.jit
 def ring_of(rows, cols, STAGES: gl.constexpr):
@@ -210,7 +213,7 @@ def store_quarter(way, x, h: gl.constexpr, i, j, ME: gl.constexpr):
     place = staging.index(ME)
     if h % 2 == 0:
         tma.store_wait(0)
-    place.slice(h % 2 * x.shape[1], x.shape[1], 1).store(x.to(out.dtype))
+    place.slice(h % 2 * x.shape[1], x.shape[1], 1).store(_stored(x, out.dtype))
     if h % 2 == 1:
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [i * x.shape[0], (4 * j + h - 1) * x.shape[1]], place)

@@ -31,6 +31,30 @@ HEAD_SIZE = 9
 
 
 @triton.jit
+def whole(m):
+    """Columns of a matrix of 16-bit numbers up to where its next row may begin, at 16 bytes.
+
+    What is stored past column m is never read, and no access is cut short.
+    """
+    return tl.cdiv(m, 8) * 8
+
+
+@triton.jit
+def opened(x, width, TN: tl.constexpr, TM: tl.constexpr):
+    """A matrix with so many columns, to be loaded or stored in tiles (TN, TM): its descriptor.
+
+    Where none came along it is made of pointer, number of rows and stride in units of 16 bytes:
+    without an engine that copies tiles it becomes plain accesses, as wide as the compiler can see
+    that they are aligned, and of a descriptor from outside it sees nothing.
+    """
+    if isinstance(x, tl.tensor_descriptor):
+        return x
+    else:
+        NUMBERS: tl.constexpr = 128 // x[0].dtype.element_ty.primitive_bitwidth
+        return tl.make_tensor_descriptor(x[0], [x[1], width], [wide(x[2]) * NUMBERS, 1], [TN, TM])
+
+
+@triton.jit
 def product(rows, cols, row0, col0, D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr,
              TD: tl.constexpr):  # fmt: skip
     """Products of features (TN, TM) of one tile, in fp32."""
@@ -59,6 +83,19 @@ def exponent(s, scale, offset2):
 def exp_scaled(s, head, offset2):
     """exp2(z - offset) of products of features."""
     return tl.exp2(exponent(s, (tl.load(head + SCALE2), tl.load(head + LOW)), offset2))
+
+
+@triton.jit
+def stored(x, dtype: tl.constexpr):
+    """Numbers as they are stored: rounded to `dtype`, where int16 stands for floats without a sign.
+
+    Exponentials have none, which leaves 8 bits for the exponent and one more than in bf16, 8, for
+    the fraction.
+    """
+    if dtype == tl.int16:
+        return (((x.to(tl.uint32, bitcast=True) << 1) + 0x8000) >> 16).to(tl.int16)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit
@@ -140,7 +177,7 @@ def _walk(
             if SCALED and COLUMNS:
                 pulled += _fold(p * s, FOLD)
             if kept is not None:
-                kept.store([i * TN, local], p.to(kept.dtype))
+                kept.store([i * TN, local], stored(p, kept.dtype))
     for k in tl.range(stop - meets, last, flatten=MASKED):
         i = tl.where((k < stop) & (meets > 0), diagonal, k)
         at = i * TN + tl.arange(0, TN)
@@ -155,7 +192,7 @@ def _walk(
         if SCALED and COLUMNS:
             pulled += _fold(p * s, FOLD)
         if kept is not None:
-            kept.store([i * TN, local], p.to(kept.dtype))
+            kept.store([i * TN, local], stored(p, kept.dtype))
     return folded, pulled
 
 
@@ -177,6 +214,9 @@ def sums(
     pairs count: they come after the others. Exponentials go to `kept` (n, m) if there is one; with
     SCALED their sums times products of features to row_pull and col_pull.
     """
+    rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
+    if kept is not None:
+        kept = opened(kept, whole(m), TN, TM)
     tiles = tl.cdiv(n, TN)
     start = tl.program_id(0) * share
     stop = tl.minimum(start + share, tiles * tl.cdiv(m, TM))
@@ -222,6 +262,7 @@ def marked_sums(
     if ON_FLAG:
         if tl.load(flag) == 0:
             return
+    rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
     scale = (tl.load(head + SCALE2), tl.load(head + LOW))
     local = tl.program_id(0) * TN
     row = row0 + local + tl.arange(0, TN)
@@ -273,6 +314,7 @@ def marked_means(
     """
     if tl.load(flag) == 0:
         return
+    rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
     scale = (tl.load(head + SCALE2), tl.load(head + LOW))
     local, part = tl.program_id(0) * TN, tl.program_id(1) * TD
     row, feature = row0 + local + tl.arange(0, TN), part + tl.arange(0, TD)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.pairs import Pairs, exact_dtype
 
 PRECISIONS = ("exact", "fp8")
+LENT = -1
 
 
 class Plan(NamedTuple):
@@ -21,7 +22,9 @@ class Plan(NamedTuple):
     workspace_bytes: int  # most bytes for tiles and blocks at work
     check_values: bool  # read values back to check them, on any device
     precision: str = "exact"  # or "fp8": scores from rounded features, the fused backend only
-    keep_bytes: int = 0  # most bytes for exponentials that need not be recomputed
+    # Most bytes for exponentials that need not be recomputed; LENT: all, if the workspace of the
+    # backward has room for them.
+    keep_bytes: int = 0
     scaled: bool = False  # whether the scale's gradient will be wanted
     wide: bool = False  # leave the features' gradients in the dtype of the sums, to be added up
     group: str = ""  # the name of the process group whose columns are all meant; "" for none

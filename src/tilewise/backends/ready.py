@@ -10,7 +10,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.backends import kernels, vectors
 from tilewise.backends.convert import SPLIT
 from tilewise.backends.operands import Operand, units_of
-from tilewise.backends.tuning import Tiles, TileSize, target_of, tiles_for, tiles_in_turn
+from tilewise.backends.tuning import (
+    Tiles,
+    TileSize,
+    copies_tiles,
+    target_of,
+    tiles_for,
+    tiles_in_turn,
+)
 from tilewise.pairs import Pairs
 from tilewise.tiles import Tile, cdiv
 
@@ -25,6 +32,7 @@ class Ready(NamedTuple):
     marks: tuple[Tensor, ...]  # positives' columns, row and column ids, row and column labels
     tiles: Tiles
     turns: Tiles | None  # of the kernels in `hopper`, where they run
+    copies_tiles: bool  # whether the device does, given a descriptor
     processors: int
 
     def kind(self) -> dict[str, Any]:
@@ -46,14 +54,17 @@ class Ready(NamedTuple):
             "num_stages": size.stages,
         }
 
-    def descriptors(
-        self, size: TileSize, of: Tile, flag: Tensor | None = None
-    ) -> tuple[TensorDescriptor, TensorDescriptor]:
+    def tiled(self, x: Tensor, *block: int) -> Any:
+        """A matrix whose rows are multiples of 16 bytes apart, as `kernels.opened` takes it."""
+        if self.copies_tiles:
+            return TensorDescriptor.from_tensor(x, list(block))
+        return x, x.shape[0], x.stride(0) * x.element_size() // 16
+
+    def loads(self, size: TileSize, of: Tile, flag: Tensor | None = None) -> tuple[Any, Any]:
         """Rows and columns of a panel, to be loaded tile by tile; see `Operand.scores`."""
         rows, cols = self.rows.scores(of.rows, flag), self.cols.scores(of.cols, flag)
-        return (
-            TensorDescriptor.from_tensor(rows, [size.rows, size.features]),
-            TensorDescriptor.from_tensor(cols, [size.cols, size.features]),
+        return self.tiled(rows, size.rows, size.features), self.tiled(
+            cols, size.cols, size.features
         )
 
     def in_turn(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
@@ -138,6 +149,7 @@ def make_ready(pairs: Pairs, precision: str) -> Ready:
         (index, *ids, *labels),
         tiles_for(target, rows.dtype if precision == "fp8" else pairs.rows.dtype),
         tiles_in_turn(target, rows.dtype),
+        copies_tiles(target),
         count,
     )
 

@@ -28,6 +28,7 @@ class Tiles(NamedTuple):
 
     sums: TileSize  # forward: rows must be a multiple of cols
     masked: TileSize  # where every tile is looked at: ids, positives by index; likewise
+    kept: TileSize  # where exponentials are stored beside the sums; likewise
     dz: TileSize  # backward, negatives without marks
     softplus: TileSize  # forward and backward of SigLIP in one
     marked: TileSize  # labels, label smoothing, running maximum: masks and two exps a pair
@@ -43,6 +44,7 @@ class Target(NamedTuple):
 HOPPER = Tiles(
     sums=TileSize(256, 128, 64, 8, 4),
     masked=TileSize(128, 64, 64, 8, 4, 16),
+    kept=TileSize(128, 64, 64, 8, 4),
     dz=TileSize(128, 128, 64, 4, 3, 32, 2),
     softplus=TileSize(128, 128, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
@@ -52,6 +54,7 @@ HOPPER = Tiles(
 IN_TURN = Tiles(
     sums=TileSize(128, 128, 64, 4, 6, 4),
     masked=HOPPER.masked,
+    kept=TileSize(128, 128, 64, 4, 6, 4),
     dz=TileSize(128, 128, 64, 4, 6, 1),
     softplus=TileSize(128, 128, 64, 4, 6, 1),
     marked=HOPPER.marked,
@@ -60,14 +63,16 @@ IN_TURN = Tiles(
 BLACKWELL = Tiles(
     sums=TileSize(128, 64, 64, 4, 4),
     masked=TileSize(64, 64, 64, 4, 4, 16),
+    kept=TileSize(64, 32, 64, 4, 4),
     dz=TileSize(128, 128, 64, 4, 4, 16),
     softplus=TileSize(128, 64, 64, 4, 4, 16),
     marked=TileSize(64, 32, 64, 8, 3, 16),
 )
-# 163 KiB of shared memory, no asynchronous products: smaller tiles, fewer stages.
+# All before Hopper, and the smaller Blackwells: 99 KiB of shared memory, no asynchronous products.
 AMPERE = Tiles(
-    sums=TileSize(128, 64, 32, 8, 3),
-    masked=TileSize(128, 64, 64, 8, 3, 16),
+    sums=TileSize(128, 128, 64, 8, 3),
+    masked=TileSize(128, 128, 64, 8, 3, 16),
+    kept=TileSize(64, 64, 64, 8, 3),
     dz=TileSize(128, 128, 64, 8, 3, 16),
     softplus=TileSize(128, 128, 64, 8, 3, 16),
     marked=TileSize(64, 32, 64, 8, 3, 16),
@@ -76,6 +81,7 @@ AMPERE = Tiles(
 CDNA = Tiles(
     sums=TileSize(128, 128, 32, 8, 2),
     masked=TileSize(128, 64, 32, 8, 2, 16),
+    kept=TileSize(128, 64, 32, 8, 2),
     dz=TileSize(128, 64, 32, 8, 2, 16),
     softplus=TileSize(128, 64, 32, 8, 2, 16),
     marked=TileSize(64, 32, 32, 8, 2, 16),
@@ -84,6 +90,7 @@ CDNA = Tiles(
 INTERPRETER = Tiles(
     sums=TileSize(64, 32, 32, 4, 1),
     masked=TileSize(32, 32, 32, 4, 1, 2),
+    kept=TileSize(64, 32, 32, 4, 1),
     dz=TileSize(32, 64, 32, 4, 1, 2),
     softplus=TileSize(32, 64, 32, 4, 1, 2),
     marked=TileSize(32, 32, 32, 4, 1, 2),
@@ -106,6 +113,11 @@ def target_of(device: torch.device) -> Target:
         return Target("cpu", 0)
     major, minor = torch.cuda.get_device_capability(device)
     return Target("hip" if torch.version.hip else "cuda", major * 10 + minor)
+
+
+def copies_tiles(target: Target) -> bool:
+    """Whether it has an engine that copies tiles, given a descriptor: TMA, from Hopper on."""
+    return target.kind == "cuda" and target.version >= 90
 
 
 def tiles_for(target: Target, dtype: torch.dtype) -> Tiles:
