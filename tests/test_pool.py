@@ -446,3 +446,20 @@ def test_another_default_device():
     finally:
         torch.set_default_device(None)
     assert bank.features.device.type == "cpu"
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
+    """What is noted of a change must lie beside the file, wherever the process has gone since."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    pool = tw.Pool(4, 3, where="./pool.bin")
+    pool.put(torch.zeros(4, 3), torch.arange(4))
+    before = pool.state_dict()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    pool.put(torch.ones(4, 3), torch.arange(4) + 100)
+    del pool
+    gc.collect()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tw.TilewiseError, match="pool"):
+        tw.Pool(4, 3, where="./pool.bin").load_state_dict(before)

@@ -965,3 +965,183 @@ def test_a_last_micro_batch_of_as_many_samples_as_outputs():
     x = data(10)
     found = tw.CachedStep(encoder, loss, micro_batch=4, keep=0)(x).loss
     assert torch.allclose(found, loss(encoder(x)).detach())
+
+
+# What a review by use found: each silent, or an error that named another cause
+
+
+def test_an_output_is_compared_with_its_own_rows():
+    """Those of another output, or of another encoder, may be so long that no change shows."""
+    net, long = tower(dtype=torch.float32), nn.Linear(D, 32)
+
+    def dropped(x):
+        return nn.functional.normalize(net(x * torch.from_numpy(np.random.rand(*x.shape)).to(x)))
+
+    def both(x):
+        return {"features": dropped(x), "hidden": 1e4 * long(x)}
+
+    x = data(dtype=torch.float32)
+    for encoders, inputs in ((both, [x]), ((dropped, lambda x: 1e4 * long(x)), [x, x])):
+        step = tw.CachedStep(encoders, lambda *f, **k: weighted(*f, *k.values()), micro_batch=3,
+                             keep=0)  # fmt: skip
+        with pytest.raises(tw.StepError, match="features must be the same"):
+            step(*inputs)
+
+
+CAPTIONS = tuple(f"{'a' * k} caption" for k in range(12))
+
+
+def read(net, texts):
+    assert isinstance(texts, (list, tuple))
+    return net(torch.tensor([[len(t)] * D for t in texts], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("keep", [0, float("inf")])
+@pytest.mark.parametrize("kind", ["mapping", "input", "loader", "loader of one"])
+def test_a_tuple_of_texts_is_a_list_of_samples(kind, keep):
+    """What a DataLoader makes of texts; whole, it would go to every micro-batch."""
+    image, text, x = tower(0), tower(1), data()
+    weighted(image(x), read(text, CAPTIONS)).backward()
+    truth = grads_of(image, text)
+    image.zero_grad()
+    text.zero_grad()
+    one = lambda x, captions: (image(x), read(text, captions))  # noqa: E731
+    two = (image, lambda captions: read(text, captions))
+    loader = torch.utils.data.DataLoader(list(zip(x, CAPTIONS, strict=True)), batch_size=4)
+    encoders, inputs = {
+        "mapping": (one, [{"x": x, "captions": CAPTIONS}]),
+        "input": (two, [x, CAPTIONS]),
+        "loader": (two, [loader]),
+        "loader of one": (one, [loader]),
+    }[kind]
+    tw.CachedStep(encoders, weighted, micro_batch=4, keep=keep)(*inputs)
+    assert off(grads_of(image, text), truth) < 1e-12
+
+
+def test_what_an_encoder_leaves_behind_for_the_loss():
+    """It is that of one micro-batch; a graph that was kept would be gone through twice."""
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = tower()
+
+        def forward(self, x):
+            z = self.net(x)
+            self.rest = z.mean()
+            return z
+
+    net = Mixture()
+    step = tw.CachedStep(net, lambda z: weighted(z) + net.rest, micro_batch=4, keep=float("inf"))
+    with pytest.raises(tw.StepError, match="got a tensor that the encoder left elsewhere"):
+        step(data())
+
+
+@pytest.mark.parametrize("keep", [0, "auto", float("inf")])
+def test_encoders_that_change_their_inputs(keep):
+    """A part of the batch would be changed again in the second pass; a copy may be changed."""
+    net = tower()
+
+    def encoder(x):
+        return net(x.sub_(0.5))
+
+    x = data()
+    with pytest.raises(tw.StepError, match="encoder 0 must leave its inputs as they are"):
+        tw.CachedStep(encoder, weighted, micro_batch=4, keep=keep)(x)
+    assert all(p.grad is None for p in net.parameters())
+    x = data()
+    weighted(net(x - 0.5)).backward()
+    truth = grads_of(net)
+    net.zero_grad()
+    tw.CachedStep(encoder, weighted, micro_batch=4, keep=keep)(
+        lambda: (part.clone() for part in x.split(4))
+    )
+    assert off(grads_of(net), truth) < 1e-12
+
+
+def test_modules_that_average_and_cannot_be_told_when():
+    """FullyShardedDataParallel has DDP's way to be told, and not what it is told by."""
+
+    class FullySharded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = tower()
+
+        def forward(self, x):
+            return self.net(x)
+
+        def no_sync(self):
+            raise NotImplementedError
+
+    with pytest.raises(tw.OptionError, match=r"by DDP or fully_shard .* got a FullySharded"):
+        tw.CachedStep(FullySharded(), weighted, micro_batch=4)(data())
+
+
+class TalkingNorm(nn.SyncBatchNorm):
+    """On a CPU, which PyTorch's own does not run on."""
+
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        torch.distributed.all_reduce(mean)
+        return x - mean / torch.distributed.get_world_size()
+
+
+def talking(rank):
+    net = nn.Sequential(tower(), TalkingNorm(D).double())
+    keep = (0, float("inf"))[rank]
+    step = tw.CachedStep(net, weighted, micro_batch=4, keep=keep, batch_norm=True)
+    return [step(data(seed=rank)).metrics.kept for _ in range(2)]
+
+
+def test_forwards_that_talk_to_other_ranks_run_equally_often():
+    assert ranks.run(talking, 2, timeout=20) == [[0, 0], [0, 0]]
+
+
+def fsdp_of_some(rank, keep):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    group = torch.distributed.new_group([0, 1])
+    if rank == 2:
+        return None
+    plain, net = tower(), tower()
+    weighted(plain(data(seed=rank))).backward()
+    fully_shard(net, mesh=DeviceMesh.from_group(group, "cpu"))
+    tw.CachedStep(net, weighted, micro_batch=4, keep=keep)(data(seed=rank))
+    found = [p.grad.full_tensor() for p in net.parameters()]
+    for p in plain.parameters():
+        torch.distributed.all_reduce(p.grad, group=group)
+    return off(found, [p.grad / 2 for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("keep", [0, "auto"])
+def test_fsdp2_on_some_of_the_ranks(keep):
+    """The others have nothing to say, and would not be there."""
+    found = ranks.run(fsdp_of_some, 3, keep, timeout=20)
+    assert max(found[:2]) < 1e-12
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_an_iterable_that_fails_is_said_to(broken):
+    """One is read ahead: the micro-batch at work is a good one."""
+
+    def source():
+        for k in range(4):
+            if k == broken:
+                raise OSError("no such disk")
+            yield data(4, seed=k)
+
+    with pytest.raises(tw.StepError, match=f"^reading micro-batch {broken} of the iterable: OSErr"):
+        tw.CachedStep(tower(), weighted, micro_batch=4)(source)
+
+
+def test_what_all_samples_share():
+    """Numbers of numpy, dtypes and devices among the arguments; anything else is named."""
+    net, x = tower(), data()
+    encoder = lambda x, power, dtype: net(x.to(dtype)) ** int(power)  # noqa: E731
+    step = tw.CachedStep(encoder, weighted, micro_batch=4)
+    step({"x": x, "power": np.int64(2), "dtype": torch.float64})
+    with pytest.raises(tw.OptionError, match="got object in 'power'"):
+        step({"x": x, "power": object(), "dtype": torch.float64})
+    with pytest.raises(tw.ShapeError, match=r"got \[12, 1, 'none'\]"):
+        step({"x": x, "power": torch.ones(1, 3), "dtype": torch.tensor(1.0)})

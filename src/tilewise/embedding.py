@@ -16,7 +16,11 @@ from tilewise.featurebuffers import Features, Probe
 from tilewise.gradsync import Averager, forward_of, modules_of, noticing, within
 from tilewise.microbatches import Piece
 from tilewise.randomness import Dice, Place, State, all_buffers
-from tilewise.stepchecks import refuse_batch_norm, refuse_scattered
+from tilewise.stepchecks import (
+    refuse_batch_norm,
+    refuse_scattered,
+    refuse_unknown_averagers,
+)
 from tilewise.trees import Tree, call, length, map_tensors, tensors
 
 MIB = 2**20
@@ -73,17 +77,24 @@ class Towers:
         places = self.changing.get(slot)
         return State(all_buffers(self.parts) if places is None else places)
 
-    def learn(self, slot: int, state: State, together: bool) -> State:
+    def least(self, number: float) -> float:
+        """The smallest of all ranks that modules talk to in every forward."""
+        sharded = [owner.group for owner in self.every_owner if not owner.by_forward]
+        norms = [part.process_group or groups.world() for part in self.parts
+                 if isinstance(part, nn.SyncBatchNorm) and part.training]  # fmt: skip
+        for group in dict.fromkeys(sharded + norms if groups.is_initialized() else sharded):
+            number = groups.least(number, group)
+        return number
+
+    def learn(self, slot: int, state: State) -> State:
         """What a forward of this encoder changed of its state; from now on that is known.
 
-        Ranks that talk in every forward (`together`) know the same.
+        Ranks that talk in every forward know the same.
         """
         if slot in self.changing:
             return state
         state = state.that_changed()
-        unseen, made = bool(state.unseen), state.made
-        if together:
-            unseen, made = (groups.least(-float(x)) < 0 for x in (unseen, made))
+        unseen, made = (self.least(-float(x)) < 0 for x in (bool(state.unseen), state.made))
         if unseen:
             names = [place.name for place in state.unseen]
             self.unkept[slot] = names[0] if names else "one of another rank"
@@ -93,6 +104,7 @@ class Towers:
         return state
 
     def _check(self, parts: Sequence[nn.Module]) -> None:
+        refuse_unknown_averagers(parts)
         if not self.batch_norm:
             refuse_batch_norm(parts)
 
@@ -238,16 +250,10 @@ class Budget:
 
     def settle(self, slot: int) -> None:
         """Agree on what was measured; leave room for one such graph and its backward."""
-        if self.together:
-            self.costs[slot] = -groups.least(-self.costs[slot])
+        self.costs[slot] = -self.towers.least(-self.costs[slot])
         if self.auto:
             self.left -= 2 * max(0.0, self.costs[slot] - self.largest)
         self.largest = max(self.largest, self.costs[slot])
-
-    @property
-    def together(self) -> bool:
-        """Whether some module talks to other ranks in every forward."""
-        return any(not owner.by_forward for owner in self.towers.every_owner)
 
     def refuse_unseen(self, buffer: str) -> None:
         """Raise if graphs must be kept that cannot be: of an encoder that changes a buffer so."""
@@ -262,12 +268,11 @@ class Budget:
         """Leave room for the loss: features, gradients and their sums."""
         if self.auto:
             self.left -= 4 * feature_bytes
-        if self.together:
-            self.left = groups.least(self.left)
+        self.left = self.towers.least(self.left)
 
     def take(self, slot: int) -> bool:
         """Whether it fits; if so it is taken."""
-        fits = self.costs[slot] <= self.left
+        fits = self.allows(slot)  # again: another rank may have less room
         if fits:
             self.left -= self.costs[slot]
         return fits
@@ -301,7 +306,7 @@ class Embedding:
         dice, state, graph = Dice(), self.towers.state_of(slot), asked or keep
         with self.budget.measure(slot, graph), self.towers.meeting(slot, state):
             out = self.towers.forward(slot, inputs, graph)
-        state = self.towers.learn(slot, state, self.budget.together)
+        state = self.towers.learn(slot, state)
         if slot in self.towers.unkept:
             self.budget.refuse_unseen(self.towers.unkept[slot])
             keep = False

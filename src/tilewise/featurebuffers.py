@@ -95,7 +95,7 @@ class Features:
             raise ShapeError(
                 f"{name} must return a row for each sample, got outputs of {rows} rows for "
                 f"{samples} samples; put samples first, and what belongs to all of them (means, "
-                "prototypes) into the loss"
+                "prototypes) into the loss; a number that all share must have shape ()"
             )
         self.per_sample = times
 

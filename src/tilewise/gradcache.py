@@ -33,10 +33,12 @@ from tilewise.stepchecks import (
     check_loss,
     checked_sizes,
     refuse_cache,
+    refuse_changed,
     refuse_clash,
     refuse_graph,
     refuse_hooks,
     refuse_trained,
+    versions,
 )
 from tilewise.trees import Tree, map_tensors, tensors
 
@@ -190,7 +192,9 @@ class _Run:
             for piece, inputs in self._feed(self.batch.read()):
                 self.where = f"micro-batch {len(parts)}, {self.towers.names[piece.slot]}"
                 own = graph_leaves([x for x in tensors(inputs) if x.requires_grad])
+                before = versions(inputs)
                 out = self.embedding.add(piece, inputs)
+                refuse_changed(self.towers.names[piece.slot], inputs, before)
                 self._watch(own)
                 if piece.slot in self.towers.functions:
                     self._watch(graph_leaves(tensors(out)))
@@ -262,6 +266,8 @@ class _Run:
 
     def place(self) -> str:
         """Where the step is."""
+        if self.batch.reading is not None:  # ahead of what is at work
+            return f"reading micro-batch {self.batch.reading} of the iterable"
         part = None if self.pushing is None else self.pushing.current
         if part is None or self.settling:
             return "the loss" if self.settling else self.where
@@ -288,8 +294,7 @@ class _Verdict:
 
     def __init__(self, loss: Tensor, owners: Sequence[Averager]) -> None:
         bad = (~torch.isfinite(loss)).float()
-        # Those that do not tell their ranks are taken for parts of the whole world.
-        by_group = {o.group or groups.world(): o for o in owners if o.trained}
+        by_group = {o.group: o for o in owners if o.trained}
         for group, owner in by_group.items():
             bad = groups.add_up(bad.to(owner.trained[0].device), group)
         self.loss, self.together = loss, bool(by_group)

@@ -77,17 +77,13 @@ class Averager:
             )
         self.parameters = {id(p): name for name, p in module.named_parameters()}
         self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.group = _ranks_of(module)  # now: FSDP2 leaves a root whole after its forward
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Averager) and self.module is other.module
 
     def __hash__(self) -> int:
         return id(self.module)
-
-    @property
-    def group(self) -> Any:
-        """The ranks, where it tells them."""
-        return getattr(self.module, "process_group", None)
 
     @property
     def looks_for_unused(self) -> bool:
@@ -146,6 +142,14 @@ class Averager:
                 "with find_unused_parameters=True, which then does not average it; return it from "
                 "the forward, or build the module without that option"
             )
+
+
+def _ranks_of(module: Any) -> Any:
+    """The group that a module averages over, where it tells; else all ranks."""
+    meshes = [p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")]
+    if meshes and meshes[0].ndim == 1:
+        return meshes[0].get_group()
+    return getattr(module, "process_group", None) or groups.world()
 
 
 def within(encoder: Any) -> list[Averager] | None:

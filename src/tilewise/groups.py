@@ -101,9 +101,9 @@ def average(number: Tensor, group: Group) -> Tensor:
     return add_up(number, group) / world_size(group)
 
 
-def least(number: float) -> float:
-    """The smallest of all ranks' numbers."""
-    whole = world()
+def least(number: float, group: Group) -> float:
+    """The smallest number that a rank of a group has."""
+    whole = _process_group(group)
     device = "cuda" if dist.get_backend(whole) == "nccl" else "cpu"
     found = torch.tensor(number, dtype=torch.float64, device=device)
     names = (

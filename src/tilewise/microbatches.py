@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from tilewise.ahead import Make
 from tilewise.errors import OptionError, ShapeError
 from tilewise.tiles import spans
-from tilewise.trees import Tree, is_sliceable, leaves, length, take
+from tilewise.trees import Tree, is_list, is_sliceable, leaves, length, sizes, take, uncut
 
 Splitter = Callable[[Any, int], Sequence[Tree]]  # (inputs, micro-batch) -> micro-batches
 
@@ -29,6 +30,7 @@ class Batch(Protocol):
     """The inputs of all encoders."""
 
     count: int | None  # of all pieces, where known
+    reading: int | None  # which micro-batch of an iterable, at the moment
 
     def times(self, slot: int) -> float:
         """How many times an encoder's first piece all of them are, as far as is known."""
@@ -47,6 +49,8 @@ class Cut(NamedTuple):
 
 class Split:
     """Inputs in memory, one for each encoder, cut into micro-batches; encoder by encoder."""
+
+    reading: int | None = None
 
     def __init__(self, cuts: Sequence[Cut]) -> None:
         self.cuts = [cut.pieces for cut in cuts]
@@ -75,18 +79,24 @@ class Stream:
     def __init__(self, source: Iterable[Tree] | Callable[[], Iterator[Tree]], slots: int) -> None:
         self.source, self.slots = source, slots
         self.seed = int(torch.randint(2**62, (), device="cpu"))
+        self.reading: int | None = None
 
     def times(self, slot: int) -> float:
         return 1.0
 
     def read(self) -> Iterator[Piece]:
         dice = torch.Generator("cpu").manual_seed(self.seed).get_state()
+        self.reading = 0
         items, dice = _apart(lambda: iter(_opened(self.source)), dice)
         item, dice = _apart(lambda: next(items, _END), dice)
         places = _Places()
-        while item is not _END:
+        for number in count(1):
+            if item is _END:
+                break
             places.check(item)
+            self.reading = number
             following, dice = _apart(lambda: next(items, _END), dice)
+            self.reading = None
             for slot, inputs in enumerate(self._parts(item)):
                 yield Piece(slot, partial(take, inputs, slice(None)), following is _END)
             item = following
@@ -95,8 +105,9 @@ class Stream:
         if item is None:
             raise ShapeError("a micro-batch of the iterator must hold samples, got None; skip it")
         if self.slots == 1:
-            # What a DataLoader makes of several tensors is a list.
-            several = isinstance(item, list) and all(isinstance(x, Tensor) for x in item)
+            # What a DataLoader makes of several tensors, or of tensors and texts, is a list.
+            some = isinstance(item, list) and any(isinstance(x, Tensor) for x in item)
+            several = some and all(isinstance(x, Tensor) or is_list(x) for x in item)
             return (tuple(item) if several else item,)
         if not isinstance(item, (tuple, list)) or len(item) != self.slots:
             got = f"{len(item)} entries" if isinstance(item, (tuple, list)) else type(item).__name__
@@ -200,17 +211,16 @@ def _cut(name: str, inputs: Tree, step: int, split: Splitter | None) -> Cut:
             raise ShapeError(f"split must give micro-batches, got none for {name}")
         return Cut([partial(_same, piece) for piece in pieces], len(pieces), counted=False)
     if not is_sliceable(inputs):
-        sparse = isinstance(inputs, Tensor)
-        got = "a sparse or nested tensor" if sparse else type(inputs).__name__
         raise OptionError(
-            f"{name} must be a tensor, array, list, tuple or mapping of those, got {got}; pass "
-            "split= to say how it is cut"
+            f"{name} must be a tensor, array, list, tuple or mapping of those, got "
+            f"{next(uncut(inputs))}; pass split= to say how it is cut"
         )
     size = length(inputs)
     if size is None:
         raise ShapeError(
             f"all parts of {name} must have the same number of samples as their first dimension, "
-            "and there must be one; pass split= for anything else"
+            f"got {[n if n >= 0 else 'none' for n in sizes(inputs)]}; pass what all samples share "
+            "by a function around the encoder, or split= for anything else"
         )
     if size < 1:
         raise ShapeError(f"{name} must not be empty, got no samples; skip an empty batch")

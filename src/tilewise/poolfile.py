@@ -87,7 +87,7 @@ def _checked_path(where: Any) -> Path:
             "where must be 'device', 'host' or a path in a folder that is there (./NAME for one "
             f"here), got {where!r}"
         )
-    path = Path(where)
+    path = Path(where).absolute()  # wherever the process goes from here
     if path.exists() and path.stat().st_size and not _beside(path).exists():
         raise DeviceError(
             f"the file {path} is there and is no pool: nothing beside it says so; name another"

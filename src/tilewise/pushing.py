@@ -69,8 +69,10 @@ class Pushing:
         self.owed: list[Root] = []
         self.watched: set[int] = set()  # slots of which a graph was looked at
         self.current: Part | None = None  # the one that is run again
-        # What was found again and what it should be, by how far it may be off, and where it is.
-        self.met = defaultdict[tuple[float, torch.device], list[tuple[Probe, Probe]]](list)
+        # What was found again and what it should be, by encoder and output: rows of another one
+        # may be so long that a change of these is nothing to them.
+        self.met = defaultdict[tuple[int, int], list[tuple[Probe, Probe]]](list)
+        self.bounds: dict[int, float] = {}  # how far an encoder's features may be off
 
     def _is_trained(self, slot: int) -> bool:
         """Whether some output has a gradient; DDP and FSDP2 want one of everything, be it 0."""
@@ -118,7 +120,7 @@ class Pushing:
             owners = [*self.every_owner, *self.in_loss]
             owner = next((o for o in owners if id(p) in o.parameters), None)
             # A module of which nothing else is trained here averages nothing by itself.
-            shared = d if owner is None else groups.average(d, owner.group or groups.world())
+            shared = d if owner is None else groups.average(d, owner.group)
             torch.autograd.backward([p], [shared])
 
     def _run_again(self, pieces: Iterator[Piece], step: Around) -> Iterator[Part]:
@@ -182,17 +184,19 @@ class Pushing:
         trained = [x for x, learns in zip(outputs, self.features[part.slot].learns, strict=True)
                    if learns and x.dim()]  # fmt: skip
         coarse = torch.is_autocast_enabled(outputs[0].device.type)
-        for x, old in zip(self.features[part.slot].probe(outputs), part.probe, strict=True):
+        found = zip(self.features[part.slot].probe(outputs), part.probe, strict=True)
+        for i, (x, old) in enumerate(found):
             if len(x.length):
-                bound = COARSE_DIFFERENCE if coarse else _bound(trained)
-                self.met[bound, x.length.device].append((x, old))
+                self.bounds[part.slot] = COARSE_DIFFERENCE if coarse else _bound(trained)
+                self.met[part.slot, i].append((x, old))
 
     def difference(self) -> float:
         """How far features were off when they were computed again, at most; raises if by much."""
         if not self.met:
             return 0.0
         on_devices = [_difference(pairs) for pairs in self.met.values()]
-        found = [(float(x), bound) for x, (bound, _) in zip(on_devices, self.met, strict=True)]
+        found = [(float(x), self.bounds[slot])
+                 for x, (slot, _) in zip(on_devices, self.met, strict=True)]  # fmt: skip
         # One that is not a number first.
         worst, bound = max(found, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
         if not worst <= bound:
@@ -224,6 +228,12 @@ class Pushing:
         try:
             self._backward(part, roots)
         except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise OptionError(
+                    "the loss must take what it needs of an encoder from its outputs, got a tensor "
+                    "that the encoder left elsewhere (an attribute, a hook), whose graph is that "
+                    "of one micro-batch; return it, with a row for each sample"
+                ) from error
             places = self.towers.changing.get(part.slot)
             if not places or "modified by an inplace operation" not in str(error):
                 raise

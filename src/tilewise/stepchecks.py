@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tilewise.errors import GradError, OptionError, ShapeError
-from tilewise.gradsync import Averager
+from tilewise.gradsync import Averager, averages
 from tilewise.pairs import check_number
 from tilewise.randomness import training_norms
-from tilewise.trees import Tree, call, leaves
+from tilewise.trees import Tree, call, leaves, tensors
 
 LOOKED_AT = 64  # of the samples of a list
 # Kinds of hooks on a gradient, and what they would do in a cached step.
@@ -42,6 +42,16 @@ def check_keep(keep: float | str) -> None:
         return
     if isinstance(keep, str) or check_number("keep", keep) < 0:
         raise OptionError(f"keep must be 'auto' or MiB that are not negative, got {keep!r}")
+
+
+def refuse_unknown_averagers(modules: Sequence[nn.Module]) -> None:
+    """Which would average gradients in every backward: FullyShardedDataParallel, and others."""
+    for module in modules:
+        if hasattr(module, "no_sync") and not averages(module):
+            raise OptionError(
+                "gradients must be averaged by DDP or fully_shard (FSDP2), which can be told when, "
+                f"got a {type(module).__name__}; wrap the encoder in one of those"
+            )
 
 
 def refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
@@ -82,6 +92,22 @@ def refuse_trained(name: str, features: Tree) -> None:
             f"{name} is given instead of an encoder and gets no gradient, got a tensor to train; "
             "detach it, or to train it pass an encoder that returns it, lambda x: x"
         )
+
+
+def versions(inputs: Tree) -> list[int]:
+    """How often each tensor was changed in place; of inference tensors nobody counts."""
+    return [0 if x.is_inference() else x._version for x in tensors(inputs)]
+
+
+def refuse_changed(name: str, inputs: Tree, before: Sequence[int]) -> None:
+    """Raise if an encoder changed its inputs and they are no copy: it would meet others again."""
+    for x, old, new in zip(tensors(inputs), before, versions(inputs), strict=True):
+        if old != new and x._is_view():
+            raise OptionError(
+                f"{name} must leave its inputs as they are, which are a part of the batch and are "
+                "read again, got some that it changed in place; write x = x - y instead of x -= y, "
+                "or clone them first"
+            )
 
 
 def refuse_cache() -> None:

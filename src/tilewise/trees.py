@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tilewise.errors import DtypeError
 
+# What belongs to all samples.
+ALL_SHARE = (str, bytes, bool, int, float, type(None), np.generic, torch.dtype, torch.device)
 Tree = Any  # a tensor, a number, None, or a tuple, list or mapping of trees
 
 
@@ -51,27 +53,29 @@ def call(function: Callable[..., Any], tree: Tree) -> Any:
     """Call with a mapping as keywords, a tuple as arguments, anything else as the only one."""
     if isinstance(tree, Mapping):
         return function(**tree)
-    return function(*tree) if isinstance(tree, tuple) else function(tree)
+    several = isinstance(tree, tuple) and not is_list(tree)
+    return function(*tree) if several else function(tree)
 
 
 def length(tree: Tree) -> int | None:
     """How many samples: the first size of its tensors, arrays and lists; None if they differ."""
-    sizes = set(_sizes(tree))
-    return sizes.pop() if len(sizes) == 1 else None
+    found = set(sizes(tree))
+    return found.pop() if len(found) == 1 else None
 
 
-def _sizes(tree: Tree) -> Iterator[int]:
-    if isinstance(tree, (Tensor, list)) or _is_array(tree):
+def sizes(tree: Tree) -> Iterator[int]:
+    """The first size of each tensor, array and list in it; -1 of what has none."""
+    if isinstance(tree, Tensor) or is_list(tree) or _is_array(tree):
         yield len(tree) if not isinstance(tree, Tensor) or tree.dim() else -1
     elif isinstance(tree, (tuple, Mapping)):
         for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _sizes(part)
+            yield from sizes(part)
 
 
 def take(tree: Tree, span: slice) -> Tree:
     """Some of the samples. Numbers, strings and None belong to all of them."""
-    if isinstance(tree, (Tensor, list)):
-        return tree[span]
+    if isinstance(tree, Tensor) or is_list(tree):
+        return tree if span == slice(None) else tree[span]
     if _is_array(tree):
         return _read(tree[span])
     if isinstance(tree, Mapping):
@@ -97,19 +101,30 @@ def _read(array: Any) -> Tensor:
 
 def is_sliceable(tree: Tree) -> bool:
     """Whether `take` knows how to cut it."""
-    if isinstance(tree, Mapping):
-        return all(map(is_sliceable, tree.values()))
-    if isinstance(tree, tuple):
-        return all(map(is_sliceable, tree))
-    if isinstance(tree, Tensor):
-        return is_dense(tree)
-    plain = (list, str, bytes, bool, int, float, type(None))
-    return isinstance(tree, plain) or _is_array(tree)
+    return next(uncut(tree), None) is None
+
+
+def uncut(tree: Tree) -> Iterator[str]:
+    """What `take` does not know how to cut, in words."""
+    if isinstance(tree, (Mapping, tuple)) and not is_list(tree):
+        named = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for name, part in named:
+            yield from (f"{kind} in {name!r}" for kind in uncut(part))
+    elif isinstance(tree, Tensor):
+        yield from () if is_dense(tree) else ("a sparse or nested tensor",)
+    elif not (isinstance(tree, ALL_SHARE) or is_list(tree) or _is_array(tree)):
+        yield type(tree).__name__
 
 
 def is_dense(x: Tensor) -> bool:
     """Whether it is neither sparse nor nested."""
     return x.layout == torch.strided and not x.is_nested
+
+
+def is_list(tree: Tree) -> bool:
+    """Whether it is a list of samples; a DataLoader makes a tuple of texts."""
+    texts = isinstance(tree, tuple) and tree and all(isinstance(x, (str, bytes)) for x in tree)
+    return isinstance(tree, list) or bool(texts)
 
 
 def _is_array(tree: Tree) -> bool:
