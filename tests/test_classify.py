@@ -12,6 +12,7 @@ from tilewise.evaluate.classify import (
     class_vectors,
     colour_histograms,
     knn,
+    labels_by_name,
     linear_probe,
     zero_shot,
 )
@@ -75,6 +76,13 @@ def test_zero_shot():
     })  # fmt: skip
     assert 0 < found["top1"] < found["top5"] < 1
     assert abs(found["mean_per_class"] - found["top1"]) > 1e-4
+
+
+def test_labels_by_name():
+    labels = torch.tensor([0, 2, 1, 2])
+    assert labels_by_name(labels, ["a", "b", "a"], ["b", "c", "a", "a"]).tolist() == [2, 2, 0, 2]
+    with pytest.raises(DataError, match=r"from 0 to 1.*got 0 to 2"):
+        labels_by_name(labels, ["a", "b"], ["a", "b"])
 
 
 def test_zero_shot_of_few_classes_and_of_nothing_learnt():

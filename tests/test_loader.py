@@ -13,10 +13,12 @@ from tilewise.data.emoji import Emoji
 from tilewise.data.featurecache import cached_features
 from tilewise.data.loader import Batches, Form, in_order, join
 from tilewise.data.order import Order
+from tilewise.data.pack import pack_source
 from tilewise.data.sources import open_source
 from tilewise.data.synthetic import Synthetic
 from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
+from tilewise.models.libraries import need
 
 
 class Numbers:
@@ -126,7 +128,7 @@ def test_evaluation_leaves_damaged_samples_out():
     assert [sample["id"] for samples, _ in found for sample in samples] == [
         n for n in range(20) if n % 7
     ]
-    assert sum((bad for _, bad in found), Counter()) == {"image": 3}
+    assert Counter(error.kind for _, bad in found for error in bad) == {"image": 3}
 
 
 def signed(sample):
@@ -161,10 +163,32 @@ def test_a_crop_stays_inside_and_keeps_its_area():
         left, top, right, bottom = view._box((100, 60), chances)
         assert 0 <= left < right <= 100.001
         assert 0 <= top < bottom <= 60.001
-        assert (right - left) * (bottom - top) <= 6000.001
-    small = [np.prod(np.diff(np.array(view._box((100, 60), c)).reshape(2, 2), axis=0))
-             for c in np.random.default_rng(2).random((200, CHANCES))]  # fmt: skip
-    assert min(small) > 0.25 * 6000
+        area = (right - left) * (bottom - top)
+        assert area == pytest.approx(6000 * (0.3 + 0.7 * chances[0]))
+        ratio = (right - left) / (bottom - top)
+        assert ratio >= 3 / 4 - 1e-9
+        # Wider than 4:3 only if it is as high as the image.
+        assert ratio <= 4 / 3 + 1e-9 or bottom - top == pytest.approx(60)
+
+
+@pytest.mark.parametrize("size", [(640, 480), (641, 480), (480, 641), (225, 224), (224, 224)])
+@pytest.mark.parametrize("kernel", ["bicubic", "bilinear"])
+def test_an_evaluation_sees_images_as_open_clip_does(size, kernel):
+    """Bit by bit, before they are normalised."""
+    transform = need("open_clip").transform.image_transform(
+        224, is_train=False, mean=(0, 0, 0), std=(1, 1, 1), interpolation=kernel
+    )
+    noise = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8)
+    image = Image.fromarray(noise)
+    ours = View(224, interpolation=kernel)(image, np.zeros(CHANCES))
+    assert (ours == (transform(image) * 255).round().byte().numpy()).all()
+
+
+def test_a_long_strip_is_not_enlarged_as_a_whole():
+    """A pixel high and 400,000 wide, it would be 60 GB."""
+    strip = Image.new("RGB", (400_000, 1), "white")
+    strip.paste("black", (199_999, 0, 200_001, 1))
+    assert View(224)(strip, np.zeros(CHANCES)).min() == 0
 
 
 def test_an_image_that_is_not_square_is_cut_in_the_middle():
@@ -238,7 +262,6 @@ def test_data_by_name():
 
 def test_a_part_of_data_with_files(tmp_path):
     """Its images stay as they are, one that is damaged is left out, classes are those of all."""
-    from tilewise.data.pack import pack_source
     from tilewise.data.shards import Shards
 
     for name in ("cat", "dog"):
@@ -274,8 +297,25 @@ def test_a_part_of_data_with_files(tmp_path):
         ("no/such/place", DataError, "there are no data"),
         ("emoji:train@90-10", OptionError, "0-95"),
         ("emoji:train@3-200", OptionError, "0-95"),
+        ("a.tar?columns=a:b", OptionError, "options of a table.*leave them out"),
+        ("data/{000..099}.tar?images=x@0-50", OptionError, "options of a table"),
+        ("folder/?images=x", OptionError, "options of a table"),
+        ("a.csv?imags=x", DataError, "there are no data at 'a.csv'"),
+        ("a-00?.tar", DataError, r"want shards at a-00\?\.tar, got none"),
     ],
 )
 def test_data_that_are_not_there(name, error, says):
     with pytest.raises(error, match=says):
         open_source(name)
+
+
+def test_a_question_mark_is_any_character_of_a_shard(tmp_path):
+    (tmp_path / "what?").mkdir()
+    for name in ("a-001", "a-002", "a-01", "b"):
+        source = Synthetic(2, size=8)
+        pack_source(source, tmp_path / name)
+        (tmp_path / name / "000000.tar").rename(tmp_path / "what?" / f"{name}.tar")
+    assert len(open_source(f"{tmp_path}/what?/a-00?.tar")) == 4
+    assert len(open_source(f"{tmp_path}/what?/*.tar")) == 8
+    (tmp_path / "what?" / "a.csv").write_text("title,id\na,3\n")
+    assert open_source(f"{tmp_path}/what?/a.csv?columns=title:text,id:")[0]["text"] == ("a",)

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import tilewise as tw
+from tilewise.cli import main
 from tilewise.data.arrays import ArrayPack
 from tilewise.data.folders import ImageFolder
 from tilewise.data.manifest import read_manifest
@@ -334,3 +335,8 @@ def test_options_that_are_refused(how, message, tmp_path):
     with pytest.raises(tw.OptionError, match=message):
         pack_source(Pairs(), tmp_path / "a", **how)
     assert not (tmp_path / "a").exists()
+
+
+def test_packing_says_one_line_where_nobody_watches(tmp_path, capfd):
+    assert main(["data", "pack", "synthetic:3", str(tmp_path / "out")]) == 0
+    assert capfd.readouterr() == (f"packed 3 samples into {tmp_path / 'out'}\n", "")

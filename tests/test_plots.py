@@ -5,12 +5,14 @@ import math
 import sys
 from itertools import pairwise
 
+import matplotlib.font_manager
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 
 from tilewise.errors import DataError, OptionError
@@ -212,6 +214,23 @@ def test_scenes(tmp_path, figures):
     assert np.abs(hot - 200 / 255).max() > 0.1
     plots.plot_scenes(tmp_path / "b.png", scenes[:1])
     assert not figures[1].legends
+
+
+SCRIPTS = "中文 日本 한국 😀 ไทย हिन्दी"
+
+
+def test_captions_of_any_script_raise_no_warning(tmp_path, figures, recwarn, monkeypatch):
+    """Fonts that are there are tried for them."""
+    there = set(matplotlib.font_manager.get_font_names())
+    monkeypatch.setattr(plots, "FONTS", ("No Such Font", "DejaVu Serif"))
+    plots.plot_retrieval_grid(tmp_path / "a.png", [SCRIPTS], [[flat(1)]], [[True]])
+    plots.plot_scenes(tmp_path / "b.png", [(flat(0), np.ones((2, 2)), None, None, SCRIPTS)])
+    plots.plot_similarities(tmp_path / "c.png", torch.ones(3), torch.zeros(2), SCRIPTS)
+    plots.plot_curves(tmp_path / "d.png", {SCRIPTS: [(0, 1.0)]}, title=SCRIPTS, ylabel="loss")
+    assert [str(warning.message) for warning in recwarn] == []
+    tried = {name for figure in figures for text in figure.findobj(Text)
+             for name in text.get_fontfamily()}  # fmt: skip
+    assert tried == {"sans-serif", *({"DejaVu Serif"} & there)}
 
 
 def test_figures_are_let_go(tmp_path, monkeypatch):

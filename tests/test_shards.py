@@ -208,9 +208,27 @@ def test_json_gives_way_whatever_it_says(told, member, tmp_path):
     sample = one(tmp_path, ("json", json.dumps(told).encode()), member)
     sample.pop("id")
     assert sample == ({"label": 3} if member[0] == "cls" else {"text": ("hello",)})
-    other = ("txt", b"hello") if member[0] == "cls" else ("cls", b"3")
-    with pytest.raises(DataError):  # of what no member says it is all there is
-        one(tmp_path, ("json", json.dumps(told).encode()), other)
+    if member[0] == "txt":
+        with pytest.raises(DataError):  # of what no member says it is all there is
+            one(tmp_path, ("json", json.dumps(told).encode()), ("cls", b"3"))
+
+
+@pytest.mark.parametrize("label", ["cat", True, 1.5, ["a"], 2**63, None])
+def test_a_label_in_json_that_is_no_whole_number_is_none(label, tmp_path):
+    """Anybody writes a "label" there: the sample stays, without one."""
+    told = json.dumps({"label": label, "caption": "c"}).encode()
+    assert one(tmp_path, ("json", told)) == {"text": ("c",), "id": text_id("c")}
+    assert one(tmp_path, ("json", b'{"label": 3}'))["label"] == 3
+
+
+def test_ids_that_are_no_numbers_of_64_bits_are_known_by_how_they_are_written(tmp_path):
+    told = (2**63, "9223372036854775808", 1.5, ["a", 1], "1.5", True)
+    ids = [one(tmp_path, ("json", json.dumps({"id": each}).encode()))["id"] for each in told]
+    assert ids[0] == ids[1]
+    assert ids[2] == ids[4]
+    assert len(set(ids)) == 4
+    assert all(2**32 < each < 2**63 for each in ids)
+    assert one(tmp_path, ("json", b'{"id": -9}'))["id"] == -9
 
 
 def test_names_of_classes(tmp_path):
@@ -566,8 +584,10 @@ BAD = [
     ("json", "json", b'{"label": ' + b"9" * 5000 + b"}"),
     ("field", "json", b'{"caption": 3}'),
     ("field", "json", b'{"captions": []}'),
-    ("field", "json", b'{"label": true}'),
-    ("field", "json", b'{"id": 9223372036854775808}'),
+    ("empty text", "json", b'{"captions": ["", " "]}'),
+    ("text", "json", b'{"caption": "a\\u0000b"}'),
+    ("text", "txt", b"a\0b"),
+    ("text", "txt", "caption".encode("utf-16-le")),
     ("field", "json", b'["caption"]'),
     ("empty text", "json", b'{"negatives": ["a", ""]}'),
     ("text", "json", b'{"query": "\\ud800"}'),

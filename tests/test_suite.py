@@ -14,9 +14,11 @@ from PIL import Image
 
 import ranks
 from tilewise.cli import main
+from tilewise.data.pack import pack_source
 from tilewise.data.sources import open_source
 from tilewise.errors import CheckpointError, DataError, OptionError
 from tilewise.evaluate import plots
+from tilewise.evaluate import suite as evaluation
 from tilewise.evaluate.embed import Embedder, class_names
 from tilewise.evaluate.localise import make_scene, overlap, read_heat
 from tilewise.evaluate.suite import Suite, templates
@@ -112,9 +114,61 @@ def test_damaged_images_are_left_out_and_told(folder):
     assert found[f"{folder}/damaged"] == 1.0
 
 
+def test_damage_is_said_by_kind(folder, tmp_path):
+    """How many of how many, of which data, and what is wrong with the first."""
+    rows = [{"image": f"images/{name}/0.jpg", "caption": name} for name in COLOURS]
+    rows[1:1] = [{"image": "images/red/9.jpg", "caption": "gone"}, {"caption": ""}, {"caption": ""}]
+    name, said = str(tmp_path / "some.jsonl"), list[str]()
+    Path(name).write_text("\n".join(map(json.dumps, rows)))
+    for batch in (1, 4):
+        config = EvalConfig(retrieval=(name,), zero_shot=(), eval_batch=batch)
+        found = Suite(config, say=said.append).run(Colours())
+        kinds = {kind: found[f"{name}/damaged{kind}"] for kind in ("", "_empty_text", "_missing")}
+        assert kinds == {"": 3.0, "_empty_text": 2.0, "_missing": 1.0}
+    assert said[0] == said[1]
+    assert len(said) == 2
+    assert f"3 of 6 samples of {name} are damaged and left out (2 empty text, 1 missing)" in said[0]
+    assert "the first: row 1 of " in said[0]
+    Suite(EvalConfig(retrieval=("synthetic:4",), zero_shot=()), say=said.append).run(Colours())
+    assert len(said) == 2
+
+
+def painted(place, names):
+    """Class folders of one image each, of the colours with which the names begin."""
+    for name in names:
+        (place / name).mkdir(parents=True)
+        colour = COLOURS[name.split()[0]]
+        for i in range(2):
+            Image.new("RGB", (16, 16), tuple(c // (i + 1) for c in colour)).save(
+                place / name / f"{i}.png"
+            )
+    return str(place)
+
+
+def test_a_probe_compares_classes_by_their_names(tmp_path):
+    train = painted(tmp_path / "train", ["blue", "green", "red"])
+    test = painted(tmp_path / "test", ["green", "red"])
+    suite = Suite(EvalConfig(retrieval=(), zero_shot=(), probe=(train, test)))
+    suite.check(Colours())
+    found = suite.run(Colours())
+    assert found[f"{test}/knn_top1"] == found[f"{test}/linear_probe_top1"] == 1.0
+    lost = Suite(EvalConfig(retrieval=(), zero_shot=(), probe=(test, train)))
+    with pytest.raises(DataError, match=r"lacks 1, the first 'blue'; give both the same names"):
+        lost.check(Colours())
+
+
+def test_classes_of_one_name_are_one(tmp_path):
+    """As open_clip's names of ImageNet have two."""
+    folder, names = painted(tmp_path / "all", ["blue", "red", "red 2"]), tmp_path / "names.txt"
+    names.write_text("blue\nred\nred\n")
+    config = EvalConfig(retrieval=(), zero_shot=(folder,), classes=str(names))
+    found = Suite(config).run(Colours())
+    assert found[f"{folder}/zeroshot_top1"] == found[f"{folder}/zeroshot_mean_per_class"] == 1.0
+
+
 def labelled(tmp_path, labels):
     """Shards of red images with these labels, None for none."""
-    rows = [{"image": "images/red/0.jpg", "id": k, **({} if label is None else {"label": label})}
+    rows = [{"image": f"images/red/{k % 4}.jpg", **({} if label is None else {"label": label})}
             for k, label in enumerate(labels)]  # fmt: skip
     (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
     name = str(tmp_path / f"shards{len(labels)}")
@@ -126,7 +180,7 @@ def test_labels_without_a_class_are_found_before_training(folder, tmp_path):
     name, classes = labelled(tmp_path, [0, 1, 2, 3]), tmp_path / "names.txt"
     how = {"retrieval": (), "zero_shot": (name,), "classes": str(classes)}
     classes.write_text("green\nblue\nred\n")
-    with pytest.raises(DataError, match=r"from 0 to 2.*got 3 of sample 3.*\(--classes\)"):
+    with pytest.raises(DataError, match=r"from 0 to 2.*got 3 of sample 3.*\(--classes, or"):
         Suite(EvalConfig(**how))
     classes.write_text("green\nblue\nred\npink\n")
     assert Suite(EvalConfig(**how)).run(Colours())[f"{name}/zeroshot_top1"] == 0.25
@@ -258,17 +312,17 @@ def on_ranks(rank, config):
 
 
 def test_ranks_share_an_evaluation(folder, tmp_path):
-    """13 images and 3 more, two at a time or one; nothing is left of the last part."""
+    """13 images and 3 more, two at a time or one; the last part is filled up."""
     (folder / "red" / "4.jpg").write_bytes(b"no image")
     own, pairs = str(folder), table(tmp_path, folder)
-    for batch, seen in ((2, [[2, 2, 2, 1], [1, 2, 2, 1], [1, 2, 2, 1]]), (1, [[1] * 6] * 3)):
+    for batch, seen in ((2, [2] * 4), (1, [1] * 6)):
         config = EvalConfig(retrieval=(pairs,), zero_shot=(own,), probe=(own, own),
                             captions="all", eval_batch=batch)  # fmt: skip
         alone = Suite(config).run(Counted())
         for rank, (found, shown, mean) in enumerate(ranks.run(on_ranks, 3, config)):
             assert found == alone
             assert mean == 0.0
-            assert shown == seen[rank]
+            assert shown == seen, rank
 
 
 def test_samples_without_an_image_count_as_damaged(folder, tmp_path):
@@ -281,6 +335,81 @@ def test_samples_without_an_image_count_as_damaged(folder, tmp_path):
         found = Embedder(Colours(), batch).embed(source)
         assert found.bad == {"image": 2}
         assert len(found.images.features) == len(found.texts.features) == 3
+
+
+class Rounding(Counted):
+    """Rounds in another way in another shape, as matrix products do."""
+
+    def images(self, pixels):
+        return super().images(pixels) + 1e-6 * len(pixels)
+
+    def texts(self, texts, *, queries=False):
+        longest = max(map(len, texts))
+        return super().texts(texts) + 1e-6 * (len(texts) + longest)
+
+
+def test_twins_tie_whatever_the_micro_batch(folder, tmp_path):
+    """Those in a last micro-batch that is shorter, or where others are damaged, too."""
+    rows = [{"image": f"images/red/{k % 2}.jpg", "text": "a red" + "d" * k, "label": k}
+            for k in range(5)]  # fmt: skip
+    rows[2]["image"] = "images/red/9.jpg"
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(str(tmp_path / "some.jsonl"))
+    for batch in (1, 2, 3, 4, 5, 8):
+        model = Rounding()
+        embedder = Embedder(model, batch)
+        images = embedder.embed(source).images.features
+        assert torch.equal(images[0], images[3])
+        assert torch.equal(images[1], images[2])
+        assert len(set(model.seen)) == 1
+        assert max(model.seen) <= len(source)
+        texts = embedder.encode(["red", "green", "a long red", "blue", "red"])
+        assert torch.equal(texts[0], texts[4])
+        alike = embedder.encode([f"{letter} red" for letter in "abcde"])
+        assert torch.equal(alike, alike[:1].expand_as(alike))
+
+
+def test_queries_with_several_documents(tmp_path):
+    """A query is there once, and finds each of its documents; one that has none is left out."""
+    rows = [("red", "red one"), ("red", "red two"), ("blue", "blue"), ("green", None)]
+    rows = [{"query": query, **({"positive": text} if text else {})} for query, text in rows]
+    name = str(tmp_path / "texts.jsonl")
+    Path(name).write_text("\n".join(map(json.dumps, rows)))
+    found = Suite(EvalConfig(retrieval=(name,), zero_shot=())).run(Colours())
+    assert found[f"{name}/R@1"] == found[f"{name}/nDCG@10"] == 1.0
+    assert found[f"{name}/queries"] == 2.0
+    assert found[f"{name}/gallery"] == 3.0
+    assert found[f"{name}/without_text"] == 1.0
+
+
+def test_one_odd_row_refuses_no_evaluation(folder, tmp_path):
+    """Wherever it is; where all are odd, what they have is told in order."""
+    odd = ["images/red/1.jpg,\n"] * 150
+    rows = [f"images/{name}/0.jpg,{name}\n" for name in COLOURS]
+    for some in (odd[:1] + rows, odd + rows * 50, rows + odd):
+        (tmp_path / "rows.csv").write_text("image,caption\n" + "".join(some))
+        suite = Suite(EvalConfig(retrieval=(str(tmp_path / "rows.csv"),), zero_shot=()))
+        suite.check(Colours())
+        assert suite.run(Colours())[f"{tmp_path / 'rows.csv'}/text_to_image_R@1"] == 1.0
+    (tmp_path / "rows.csv").write_text("image,caption\n" + "".join(odd))
+    with pytest.raises(DataError, match=r"needs image and text or .* have id, image$"):
+        Suite(EvalConfig(retrieval=(str(tmp_path / "rows.csv"),), zero_shot=())).check(Colours())
+
+
+def test_data_of_damaged_samples_are_told_so(folder, tmp_path):
+    for image in folder.rglob("*.jpg"):
+        image.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"got none in 12 of 12; the last: .*repair the data"):
+        Suite(EvalConfig(retrieval=(), zero_shot=(str(folder),))).check(Colours())
+
+
+def test_features_that_were_computed_before_are_not_evaluated(tmp_path):
+    rows = [{"features": np.ones(3, np.float32), "text": ("a",), "id": 0}] * 2
+    pack_source(rows, tmp_path / "shards")
+    name = str(tmp_path / "shards")
+    for how in ({"retrieval": (name,)}, {"retrieval": (), "localise": (name,)}):
+        with pytest.raises(DataError, match=r"needs image and text.* name data with their images"):
+            Suite(EvalConfig(zero_shot=(), **how)).check(Colours())
 
 
 def test_texts_alone_ask_for_no_images(tmp_path):
@@ -334,6 +463,7 @@ def test_scenes_are_found_by_one_who_knows(folder, tmp_path):
     assert found[f"{name}/pointing_accuracy"] > 0.9
     assert found[f"{name}/mean_iou"] > 0.5
     assert found[f"{name}/pointing_chance"] == pytest.approx(1 / 9)
+    assert found[f"{name}/pointing_any_thing"] == pytest.approx(1 / 3)
     blind = Colours()
     blind.patches = lambda pixels: torch.ones_like(pixels.float())
     assert suite.run(blind)[f"{name}/pointing_accuracy"] < 0.4
@@ -367,10 +497,12 @@ def test_scenes_do_without_damaged_samples(folder, tmp_path):
         found = Suite(EvalConfig(**how)).run(Colours())
         assert found[f"{name}/pointing_accuracy"] > 0.9
         assert found[f"{name}/damaged"] == damaged
+    assert found[f"{name}/damaged_fields"] == 2.0
     for colour in ("red", "green"):
         (folder / colour / "0.jpg").unlink()
-    with pytest.raises(DataError, match=r"needs 2 sound samples of different ids .* got 1 of 6"):
-        Suite(EvalConfig(**how)).run(Colours())
+    for ask in (Suite(EvalConfig(**how)).check, Suite(EvalConfig(**how)).run):
+        with pytest.raises(DataError, match=r"needs 2 sound samples of different ids .*got 1 of 6"):
+            ask(Colours())
 
 
 def test_scenes_of_several_data_have_a_picture_each(folder, tmp_path):
@@ -467,6 +599,50 @@ def test_train_eval_and_export_as_commands(tmp_path, capsys):
     assert "give a folder such as runs/NAME" in capsys.readouterr().err
     assert main(["eval", "run.toml"]) == 2
     assert "no recipe or TOML file" in capsys.readouterr().err
+
+
+def test_an_evaluation_leaves_only_its_own_pictures(tmp_path, capsys):
+    """And those of others, whatever they are called."""
+    assert main(quick(tmp_path)) == 0
+    out = tmp_path / "run" / "eval-step-00000002"
+    (tmp_path / "run" / "mine.png").write_bytes(b"")
+    for data in ("synthetic:9", "synthetic:7,seed=3"):
+        assert main(["eval", str(tmp_path / "run"), "--retrieval", data]) == 0
+        (out / "mine.png").write_bytes(b"")
+    plain = "synthetic-7-seed-3.png"
+    wanted = ["metrics.json", f"retrieval-{plain}", f"similarities-{plain}"]
+    assert sorted(path.name for path in out.iterdir()) == ["metrics.json", "mine.png", *wanted[1:]]
+    assert f"saved to {out}: {', '.join(wanted)}" in capsys.readouterr().out
+
+
+def test_the_configuration_of_a_run_names_the_run(tmp_path, capsys):
+    assert main(quick(tmp_path)) == 0
+    run = tmp_path / "run"
+    assert main(["eval", str(run / "config.toml")]) == 0
+    assert "at random" not in capsys.readouterr().out
+    measured = (run / "eval-step-00000002" / "metrics.json").read_text()
+    assert measured == (run / "metrics.json").read_text()
+    assert not (tmp_path / "eval").exists()
+
+
+def test_what_was_measured_before_an_error_is_kept(tmp_path, capsys, monkeypatch):
+    assert main(quick(tmp_path)) == 0
+    out = tmp_path / "run" / "eval-step-00000002"
+
+    def broken(*args, **kwargs):
+        raise DataError("no scenes today")
+
+    monkeypatch.setattr(evaluation, "localise", broken)
+    assert main(["eval", str(tmp_path / "run"), "--localise", "synthetic:9"]) == 2
+    told = capsys.readouterr()
+    assert "no scenes today" in told.err
+    assert "did not get to its end" in told.out
+    assert "image_to_text_R@1" in told.out
+    kept = json.loads((out / "metrics.json").read_text())
+    assert kept == json.loads((tmp_path / "run" / "metrics.json").read_text())
+    monkeypatch.setattr(Embedder, "embed", broken)
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert list(out.iterdir()) == []
 
 
 def torchrun(*command):

@@ -284,7 +284,7 @@ def test_images_of_a_table(tmp_path):
 
 
 def test_rows_of_one_image_are_one_thing(tmp_path):
-    """Whatever their captions, unless they tell who they are."""
+    """Whatever their captions, and whatever ids they tell."""
     rows = [
         {"image": "a.png", "text": "first"},
         {"image": "b.png", "text": "second"},
@@ -300,9 +300,69 @@ def test_rows_of_one_image_are_one_thing(tmp_path):
     table = Table(jsonl(tmp_path / "a.jsonl", rows))
     ids = [table.row(place)["id"] for place in range(len(table))]
     first, second, sixth = map(text_id, ("first", "second", "sixth"))
-    assert ids == [first, second, first, 7, 70, 70, sixth, sixth, 8, 8]
+    assert ids == [first, second, first, first, 70, 70, sixth, sixth, 8, 8]
     assert type(ids[0]) is int
     assert pickle.loads(pickle.dumps(table)).row(2) == table.row(2)
+
+
+def ids_of(name):
+    table = open_source(str(name))
+    return [table.row(place)["id"] for place in range(len(table))]
+
+
+def test_ids_of_annotations_are_not_those_of_images(tmp_path):
+    """As COCO's annotations are: an id for each row, a path for several."""
+    rows = [f"{9 - k // 2},{100 + k},caption {k},{k // 2}.jpg\n" for k in range(6)]
+    (path := tmp_path / "a.csv").write_text("image_id,id,caption,file_name\n" + "".join(rows))
+    assert ids_of(f"{path}?columns=file_name:image") == [100, 100, 102, 102, 104, 104]
+    wanted = [text_id(f"caption {k}") for k in (0, 0, 2, 2, 4, 4)]
+    assert ids_of(f"{path}?columns=file_name:image,id:") == wanted
+    assert ids_of(f"{path}?columns=file_name:image,image_id:id") == [9, 9, 8, 8, 7, 7]
+
+
+def test_a_column_can_be_left_out(tmp_path):
+    """One of our names that says something else; what is wrong with it tells how."""
+    (path := tmp_path / "a.csv").write_text("text,label\na,cat\nb,dog\n")
+    with pytest.raises(DataError, match=r"got str 'cat'; .*left out as TABLE\?columns=label:"):
+        open_source(str(path))
+    assert open_source(f"{path}?columns=label:")[1] == {"text": ("b",), "id": text_id("b")}
+    with pytest.raises(tw.OptionError, match="'id', and no row"):
+        open_source(f"{path}?columns=label:,id:")
+
+
+def test_rows_of_one_query_are_one_thing(tmp_path):
+    """Unless they tell who they are; a positive that two queries have stays one, too."""
+    rows = [
+        {"query": "q", "positive": "a"},
+        {"query": " Q", "positive": "b"},
+        {"query": "q", "positive": "c", "id": 7},
+        {"query": "r", "positive": "d"},
+        {"query": "q", "positive": "d"},
+        {"query": "q"},
+        {"positive": "q"},
+        {"query": "s", "positive": "e"},
+        {"query": "t", "positive": "e"},
+        {"query": "t", "positive": "f"},
+    ]
+    a, d, q, e = map(text_id, "adqe")
+    assert ids_of(jsonl(tmp_path / "a.jsonl", rows)) == [a, a, 7, d, d, a, q, e, e, e]
+
+
+def test_an_empty_caption_among_others_is_left_out(tmp_path):
+    rows = [{"captions": ["", "a", " "]}, {"captions": [" ", ""]}, {"captions": ["a", 3]},
+            {"negatives": ["", "b"], "text": "c"}]  # fmt: skip
+    table = Table(jsonl(tmp_path / "a.jsonl", rows))
+    assert table[0] == {"text": ("a",), "id": text_id("a")}
+    kinds = [kind_of(lambda place=place: table[place]) for place in (1, 2, 3)]
+    assert kinds == ["empty text", "field", "empty text"]
+
+
+def test_a_text_with_nul_is_damaged(tmp_path):
+    (path := tmp_path / "a.csv").write_text("text,query\na,b\na\0b,c\nd,e\0\n")
+    table = Table(path)
+    assert [kind_of(lambda place=place: table[place]) for place in (1, 2)] == ["text"] * 2
+    with pytest.raises(DataError, match="no NUL character, got str"):
+        table[1]
 
 
 @pytest.mark.parametrize(
@@ -373,3 +433,11 @@ def test_image_folders(tmp_path):
     (tmp_path / "n3").mkdir()
     for path in (tmp_path, tmp_path / "n3", tmp_path / "none"):
         assert kind_of(lambda path=path: ImageFolder(path)) == "missing"
+
+
+def test_classes_that_are_numbers_are_in_their_order(tmp_path):
+    for name in ("10", "9", "0", "002"):
+        put_image(tmp_path / name / "a.png")
+    assert ImageFolder(tmp_path).classes == ["0", "002", "9", "10"]
+    put_image(tmp_path / "x" / "a.png")
+    assert ImageFolder(tmp_path).classes == ["0", "002", "10", "9", "x"]

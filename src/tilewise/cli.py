@@ -130,7 +130,8 @@ def _data_pack(options: dict[str, Any]) -> int:
     options.pop("action")
     source, out = open_source(options.pop("source")), options.pop("out")
     bad: Counter[str] = Counter()
-    with need("rich.progress").Progress(transient=True) as progress:
+    watched = sys.stdout.isatty()
+    with need("rich.progress").Progress(transient=True, disable=not watched) as progress:
         bar = progress.add_task("packing", total=len(source))
         pack_source(
             source, out, **options,

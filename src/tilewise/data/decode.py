@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.data.samples import whole_of
+from tilewise.data.samples import checked_text, whole_of
 from tilewise.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -90,12 +90,10 @@ def _in_rgb(image: "Image") -> "Image":
 def decode_text(data: bytes) -> str:
     """Text in UTF-8, without spaces around it; a byte order mark is dropped."""
     try:
-        text = data.decode("utf-8-sig").strip()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"the text must be UTF-8, got {error}", "text") from error
-    if not text:
-        raise DataError(f"the text must not be empty, got {len(data)} bytes of space", "empty text")
-    return text
+    return checked_text("the text", text)
 
 
 def decode_captions(data: bytes) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import os
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -13,7 +14,8 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 
 
 class ImageFolder:
-    """Samples {"image", "label", "id"}: a folder of `path` is a class, in the order of their names.
+    """Samples {"image", "label", "id"}: a folder of `path` is a class, in the order of their names;
+    names that are all numbers are in the order of these.
 
     Images are looked for in folders within a class, too, also in linked ones, in each once; hidden
     files and other files are left alone. `classes` are the folders' names, the id of a sample is
@@ -24,7 +26,7 @@ class ImageFolder:
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
             raise DataError(f"want a folder of images, got {path}, which is none", "missing")
-        self.classes = sorted(
+        self.classes = _in_order(
             one.name for one in self.path.iterdir() if one.is_dir() and not one.name.startswith(".")
         )
         if not self.classes:
@@ -64,6 +66,13 @@ class ImageFolder:
     def image_bytes(self, place: int) -> bytes:
         """The file of an image."""
         return read_image(self._names[place])
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Sorted, as numbers if all are: 10 after 9, as who wrote them counted classes."""
+    found = sorted(names)
+    numbered = all(name.isascii() and name.isdigit() for name in found)
+    return sorted(found, key=int) if numbered else found
 
 
 def _images(folder: Path) -> list[str]:

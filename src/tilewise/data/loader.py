@@ -250,9 +250,9 @@ def in_order(
     batches: Sequence[range],
     prepare: Callable[[Sample], Sample],
     workers: int = 0,
-) -> Iterator[tuple[list[Sample], Counter[str]]]:
+) -> Iterator[tuple[list[Sample], list[DataError]]]:
     """Samples by their places, for evaluation: those that are not damaged, prepared where they are
-    loaded, and what the others are.
+    loaded, and what is wrong with the others.
     """
     places: Any = batches  # DataLoader is said to take lists only
     loader: DataLoader[Any] = DataLoader(
@@ -260,7 +260,7 @@ def in_order(
         worker_init_fn=_keep_apart,
     )  # fmt: skip
     for found in loader:
-        bad = Counter(each.kind for each in found if isinstance(each, DataError))
+        bad = [each for each in found if isinstance(each, DataError)]
         yield [each for each in found if not isinstance(each, DataError)], bad
 
 

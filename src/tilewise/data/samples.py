@@ -53,7 +53,8 @@ def default_id(sample: Sample, index: int) -> int:
 def sample_of(fields: Mapping[str, Any]) -> Sample:
     """A sample of the fields that we know, each checked for its type; None is as if not there.
 
-    Captions and negatives may be one text or a list of them, an id may be a number or a text.
+    Captions and negatives may be one text or a list of them; an id that is no number of 64 bits is
+    known by how it is written.
     """
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     sample: Sample = {}
@@ -67,18 +68,22 @@ def sample_of(fields: Mapping[str, Any]) -> Sample:
     if "negatives" in known:
         sample["negatives"] = _texts("negatives", known["negatives"])
     if "label" in known:
-        sample["label"] = _whole("label", known["label"])
+        if not is_whole(known["label"]):
+            raise DataError(
+                f"label must be a whole number of 64 bits, got {_short(known['label'])}; a table's "
+                "column is left out as TABLE?columns=label:",
+                "field",
+            )
+        sample["label"] = known["label"]
     if "id" in known:
         told = known["id"]
         # As it is written: "aB" and "Ab" are two names.
-        sample["id"] = (
-            hashed(checked_text("id", told)) if isinstance(told, str) else _whole("id", told)
-        )
+        sample["id"] = told if is_whole(told) else hashed(checked_text("id", str(told)))
     return sample
 
 
 def checked_text(name: str, value: object) -> str:
-    """A text without spaces around it, that says something and can be encoded."""
+    """A text without spaces around it, that says something, can be encoded and holds no NUL."""
     if not isinstance(value, str):
         raise DataError(f"{name} must be text, got {_short(value)}", "field")
     text = value.strip()
@@ -88,6 +93,8 @@ def checked_text(name: str, value: object) -> str:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, as "\ud800" in JSON makes it
         raise DataError(f"{name} must be Unicode text, got {error}", "text") from error
+    if "\0" in text:  # as UTF-16 that is read as UTF-8 has them
+        raise DataError(f"{name} must hold no NUL character, got {_short(value)}", "text")
     return text
 
 
@@ -107,13 +114,14 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         return (checked_text(name, value),)
     if not isinstance(value, list) or (not value and name != "negatives"):
         raise DataError(f"{name} must be a text or a list of texts, got {_short(value)}", "field")
-    return tuple(checked_text(name, one) for one in value)
+    # One of several captions may be empty; negatives must be as many in all samples.
+    said = [one for one in value if not (isinstance(one, str) and name in CAPTIONS) or one.strip()]
+    return tuple(checked_text(name, one) for one in said or value)
 
 
-def _whole(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
-        raise DataError(f"{name} must be a whole number of 64 bits, got {_short(value)}", "field")
-    return value
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _short(value: object) -> str:

@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex, TypeVar
 
 from tilewise.data import decode
 from tilewise.data.manifest import Manifest, read_manifest, sha256_of
-from tilewise.data.samples import CAPTIONS, Sample, default_id, place_of, sample_of
+from tilewise.data.samples import CAPTIONS, Sample, default_id, is_whole, place_of, sample_of
 from tilewise.data.tarindex import PARTS, KeptIndex, TarIndex, index_tar
 from tilewise.errors import DataError, OptionError
 
@@ -46,8 +46,9 @@ class Shards:
 
     A sample is made of consecutive members of one name: jpg, jpeg, png, webp become "image", npy
     "features", txt "text" (a caption a line), cls "label"; json may hold caption, captions or text,
-    label, id, query, positive and negatives, and gives way to members of their own. All others are
-    left alone. Members are read when they are asked for, in any thread or forked process.
+    label (a whole number; what else it says is no label), id, query, positive and negatives, and
+    gives way to members of their own. All others are left alone. Members are read when they are
+    asked for, in any thread or forked process.
 
     Opening reads all headers and compares them with a `manifest.json` beside the shards, if there
     is one; a shard that is cut off, damaged, missing or not as told raises a DataError.
@@ -291,6 +292,8 @@ def _decoded(place: int, data: dict[str, bytes], *, partly: bool = False) -> Sam
         if not isinstance(fields, dict):
             raise DataError(f"want an object in json, got {type(fields).__name__}", "field")
         given_way = {name for part in data for name in _IN_JSON.get(part, ())}
+        if not is_whole(fields.get("label")):  # a name, a list of tags: anybody's "label"
+            given_way.add("label")
         sample = sample_of({name: x for name, x in fields.items() if name not in given_way})
     for part, member in data.items():
         sample[part] = _DECODERS[part](member)

@@ -16,7 +16,8 @@ from tilewise.data.shards import Shards
 from tilewise.data.tables import Table
 from tilewise.errors import DataError, OptionError
 
-TABLES = re.compile(r"\.(jsonl|csv|tsv)(\.gz|\.xz)?$")
+TABLE = re.compile(r"^(?P<path>.*?\.(jsonl|csv|tsv)(\.gz|\.xz)?)(\?(?P<options>.*))?$")
+OPTIONS = re.compile(r"\?(columns|images)=")
 PART = re.compile(r"^(?P<rest>.+)@(?P<low>\d+)-(?P<high>\d+)$")
 
 
@@ -58,10 +59,11 @@ def open_source(name: str, *, index_folder: str | None = None) -> Source:
 
     emoji:train, emoji:style, emoji:concepts   the embedded set
     synthetic:4096,size=32,noise=0.5           mosaics and the names of their colours
-    data/{000..099}.tar, data/                 WebDataset shards
+    data/{000..099}.tar, data/, a-00?.tar      WebDataset shards
     pairs.jsonl, pairs.csv, pairs.jsonl.xz     tables; ?columns=title:text or
-                                               ?columns=positive,query rename, ?images=folder says
-                                               where images are, &images=folder does after columns
+                                               ?columns=positive,query rename, ?columns=id: leaves
+                                               a column out, ?images=folder says where images are,
+                                               &images=folder does after columns
     folder/                                    class folders of images, as ImageNet's, or arrays
                                                (see `ArrayPack`)
 
@@ -79,12 +81,16 @@ def _open_whole(name: str, index_folder: str | None) -> Source:
         return Emoji(name.removeprefix("emoji:"))
     if name.startswith("synthetic:"):
         return synthetic.parse(name.removeprefix("synthetic:"))
-    path, _, options = name.partition("?")
-    if TABLES.search(path):
-        return Table(_existing(path), **_table_options(options, name))
-    if path.endswith(".tar") or any(mark in path for mark in "{*") or "::" in path:
-        return Shards(path, index_folder=index_folder)
-    folder = _existing(path)
+    if table := TABLE.match(name):
+        return Table(_existing(table["path"]), **_table_options(table["options"] or "", name))
+    if OPTIONS.search(name):
+        raise OptionError(
+            f"?columns= and ?images= are options of a table (.jsonl, .csv, .tsv), got {name!r}; "
+            "leave them out"
+        )
+    if name.endswith(".tar") or any(mark in name for mark in "{*") or "::" in name:
+        return Shards(name, index_folder=index_folder)
+    folder = _existing(name)
     if not folder.is_dir():
         raise DataError(
             f"data must be shards (.tar), a table (.jsonl, .csv, .tsv) or a folder, got {name!r}"
@@ -109,13 +115,14 @@ def _table_options(options: str, name: str) -> dict[str, Any]:
     given = dict(part.partition("=")[::2] for part in options.split("&")) if options else {}
     if not given.keys() <= {"columns", "images"} or not all(given.values()):
         raise OptionError(
-            "a table takes ?columns=old:new,... or ?columns=name,name,... and ?images=FOLDER, both "
-            f"as ?columns=...&images=..., got {name!r}"
+            "a table takes ?columns=old:new,... (old: leaves one out) or ?columns=name,name,..., "
+            f"and ?images=FOLDER, both as ?columns=...&images=..., got {name!r}"
         )
     found: dict[str, Any] = {"images": _existing(given["images"])} if "images" in given else {}
     parts = given["columns"].split(",") if "columns" in given else []
     if parts and all(":" in part for part in parts):
-        return {**found, "columns": dict(part.split(":", 1) for part in parts)}
+        pairs = (part.split(":", 1) for part in parts)
+        return {**found, "columns": {theirs: ours or None for theirs, ours in pairs}}
     return {**found, "columns": tuple(part or None for part in parts)} if parts else found
 
 

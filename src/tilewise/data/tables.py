@@ -25,6 +25,7 @@ from tilewise.data.samples import (
     hashed,
     place_of,
     sample_of,
+    text_id,
     whole_of,
 )
 from tilewise.errors import DataError, OptionError
@@ -53,8 +54,9 @@ class Table:
     Rows are held as text; images are read when they are asked for.
 
     A row that is wrong stays, as a sample that raises when it is asked for, unless all are wrong.
-    Rows of one image, as tables with a row for each caption have them, are one thing: without an id
-    of its own a row has that of the first row with its image.
+    Rows of one image, as tables with a row for each caption have them, are one thing: all have the
+    id of the first of them, whatever ids they tell. So have rows of one query that tell no id,
+    but for those whose positive another query has, too: they share one id with that.
 
     Args:
         path: .jsonl, .csv or .tsv, as it is or with .gz or .xz behind.
@@ -139,27 +141,39 @@ def _sample(row: Row) -> Sample:
 
 
 class _Ids:
-    """Ids and images of rows, 17 bytes each until all are known: a dictionary would take ten times
-    as much.
+    """Ids of rows and what they are of, 17 bytes each until all are known: a dictionary would take
+    ten times as much.
     """
 
     def __init__(self) -> None:
-        self.ids, self.images, self.told = array("q"), array("q"), bytearray()
+        self.ids, self.things, self.asked = array("q"), array("q"), bytearray()
 
     def add(self, sample: Sample) -> None:
         """The next row, with the path of its image."""
         place = len(self.ids)
-        self.told.append("id" in sample)
         self.ids.append(sample.get("id", default_id(sample, place)))
-        # Below 0: an image that no other row has.
-        path = sample.get("image")
-        self.images.append(-1 - place if path is None else hashed(os.path.normpath(path)))
+        asked = not {"image", "id"} & sample.keys() and "query" in sample
+        self.asked.append(asked)
+        if asked:
+            thing = text_id(f"query {sample['query']}")
+        elif "image" in sample:
+            thing = hashed(f"image {os.path.normpath(sample['image'])}")
+        else:
+            thing = -1 - place  # below 0: that no other row has
+        self.things.append(thing)
 
     def shared(self) -> NDArray[np.int64]:
-        """(n,): a row that tells no id has that of the first row with its image."""
-        ids, images = (np.frombuffer(each, np.int64) for each in (self.ids, self.images))
-        _, first, image = np.unique(images, return_index=True, return_inverse=True)
-        return np.where(np.frombuffer(self.told, np.bool_), ids, ids[first[image]])
+        """(n,): a row has the id of the first row with its image or query."""
+        ids, things = (np.frombuffer(each, np.int64) for each in (self.ids, self.things))
+        _, first, thing = np.unique(things, return_index=True, return_inverse=True)
+        same = first[thing]
+        # A positive of several queries must not become a negative of some of them.
+        _, group = np.unique(ids, return_inverse=True)
+        low, high = np.full(len(ids), len(ids)), np.zeros(len(ids), np.int64)
+        np.minimum.at(low, group, same)
+        np.maximum.at(high, group, same)
+        torn = (low < high)[group] & np.frombuffer(self.asked, np.bool_)
+        return np.where(torn, ids, ids[same])
 
 
 class _Names:

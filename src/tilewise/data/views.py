@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from tilewise.errors import OptionError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Image, Resampling
 
 CHANCES = 12  # numbers that a view takes
-LARGEST_RATIO = 4 / 3  # of a crop's sides
+LARGEST_RATIO = 4 / 3  # of a random crop's sides, unless the image is longer
+LONGEST_STRIP = 16  # ratio of an image's sides beyond which its ends are cut off before resizing
 RESIZES = ("shortest", "squash", "longest")
 INTERPOLATIONS = ("bicubic", "bilinear", "random")  # the last is open_clip's: bicubic, but in timm
 
@@ -62,9 +63,13 @@ class View:
 
         linear = self.interpolation == "bilinear"
         kernel = images.Resampling.BILINEAR if linear else images.Resampling.BICUBIC
-        if self.resize != "longest" or self.crop_scale < 1:
+        if self.crop_scale < 1:
             box = self._box(image.size, chances)
             return image.resize((self.size, self.size), kernel, box=box)
+        if self.resize == "squash":
+            return image.resize((self.size, self.size), kernel)
+        if self.resize == "shortest":
+            return self._middle(image, kernel)
         ratio = max(image.size) / self.size
         width, height = (max(1, round(side / ratio)) for side in image.size)
         canvas = images.new("RGB", (self.size, self.size), (self.fill,) * 3)
@@ -72,19 +77,25 @@ class View:
         canvas.paste(image.resize((width, height), kernel), corner)
         return canvas
 
+    def _middle(self, image: "Image", kernel: "Resampling") -> "Image":
+        """The square in the middle, cut out of the resized image at whole pixels, as torchvision's
+        Resize and CenterCrop do, which open_clip takes.
+        """
+        # The ends of a long strip are cut off anyway, and enlarged they might not fit into memory.
+        short = min(image.size)
+        image = _cut(image, *(min(side, LONGEST_STRIP * short) for side in image.size))
+        width, height = (self.size * side // short for side in image.size)
+        return _cut(image.resize((width, height), kernel), self.size, self.size)
+
     def _box(
         self, size: tuple[int, int], chances: NDArray[np.float64]
     ) -> tuple[float, float, float, float]:
-        """The largest square in the middle, all of the image, or a random part of it."""
+        """A random part of the image."""
         width, height = size
-        if self.crop_scale >= 1 and self.resize == "squash":
-            return 0, 0, width, height
-        if self.crop_scale >= 1:
-            side = min(width, height)
-            left, top = (width - side) / 2, (height - side) / 2
-            return left, top, left + side, top + side
         area = width * height * (self.crop_scale + (1 - self.crop_scale) * chances[0])
         ratio = LARGEST_RATIO ** (2 * chances[1] - 1)
+        # A part that would be wider or higher than the image takes another form, not another area.
+        ratio = min(max(ratio, area / height**2), width**2 / area)
         w = min(float(width), math.sqrt(area * ratio))
         h = min(float(height), math.sqrt(area / ratio))
         left, top = (width - w) * chances[2], (height - h) * chances[3]
@@ -103,3 +114,9 @@ class View:
             radius = (0.1 + 1.9 * float(chances[5])) * self.size / 224
             image = image.filter(ImageFilter.GaussianBlur(radius))
         return image
+
+
+def _cut(image: "Image", width: int, height: int) -> "Image":
+    """The middle of an image."""
+    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+    return image.crop((left, top, left + width, top + height))

@@ -88,12 +88,7 @@ def zero_shot(
     """
     check_pair(("features", features), ("vectors", vectors))
     check_marks("labels", labels, features)
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= len(vectors):
-        raise DataError(
-            f"labels must be from 0 to {len(vectors) - 1}, one for each class vector, got {low} to "
-            f"{high}; give vectors for all classes, in the order of the labels"
-        )
+    _check_range(labels, len(vectors))
     own = torch.arange(len(vectors), device=vectors.device)
     place = ranks(features, vectors, labels, own, tile=tile).cpu()
     found = {"top1": _share(place < 1)}
@@ -103,6 +98,24 @@ def zero_shot(
     right = labels.cpu().long()[place < 1].bincount(minlength=len(vectors))
     found["mean_per_class"] = float((right.double() / sizes)[sizes > 0].mean())
     return found
+
+
+def labels_by_name(labels: Tensor, names: Sequence[str], order: Sequence[str]) -> Tensor:
+    """Labels (n,) that count through `names` as labels that count through `order`, which has all
+    of these names; of those that it has twice, the first is meant.
+    """
+    _check_range(labels, len(names))
+    places = {name: place for place, name in reversed(list(enumerate(order)))}
+    return torch.tensor([places[name] for name in names], device=labels.device)[labels]
+
+
+def _check_range(labels: Tensor, classes: int) -> None:
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"labels must be from 0 to {classes - 1}, one for each class, got {low} to {high}; "
+            "give names or vectors for all classes, in the order of the labels"
+        )
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Tell = Callable[[str, int, int], None]  # of what, how many are done, and of how many
 
 MIDDLE = np.full(CHANCES, 0.5)  # what an evaluation draws: nothing
-TRIED = 100  # samples, to find one that is not damaged
+TRIED = 100  # samples, to find one that is not damaged and has what is wanted
 LOOKED_AT = 4000  # samples, to find a label that has no class
 THUMB = 64  # pixels a side of what a picture of results shows
 
@@ -52,6 +52,7 @@ class Embedded:
     queries: Side | None = None
     labels: Tensor | None = None  # (n,), those of the images, below 0 for none; if any has one
     bad: Counter[str] = field(default_factory=Counter)
+    first_bad: str = ""  # what is wrong with the first damaged sample
 
     def labelled(self) -> tuple[Tensor, Tensor] | None:
         """Features (m, D) and labels (m,) of the images that have one, if any has."""
@@ -75,6 +76,7 @@ class _Found:
     """What a micro-batch of samples came to, in host memory."""
 
     bad: Counter[str]
+    first_bad: str
     features: Tensor | None = None  # of images, (n, D)
     images: list[_Image] = field(default_factory=list)
     texts: list[tuple[int, str]] = field(default_factory=list)
@@ -98,6 +100,9 @@ class _Placed:
 class Embedder:
     """A model in eval mode, and the ranks that share the work: micro-batch k is that of rank k
     modulo their number, and all of them get all features.
+
+    A micro-batch that is shorter than the others is filled up: a product of another shape may round
+    in another way, and then twins would not tie.
     """
 
     model: PairModel
@@ -110,7 +115,7 @@ class Embedder:
     def embed(self, source: Source, name: str = "samples") -> Embedded:
         """All that the model can embed of each sample."""
         # Decided once: sharded weights want as many forwards on every rank.
-        has_images = bool(self.model.image_size) and "image" in first_sound(source)
+        has_images = bool(self.model.image_size) and "image" in first_sound(source, {"image"})
         view = self.model.view() if has_images else None
         spans = self._spans(len(source))
         own = [spans[k] for k in self._own(len(spans))]
@@ -118,11 +123,11 @@ class Embedder:
         found = []
         for span, each in zip(own, loaded, strict=True):
             self.tell(f"embedding {name}", span.start, len(source))
-            found.append(self._found(view, *each))
+            found.append(self._found(view, len(spans[0]), *each))
         self.tell(f"embedding {name}", len(source), len(source))
         parts = self._of_all(found, len(spans))
         texts = list(dict.fromkeys(text for part in parts for text in part.texts))
-        queries = [query for part in parts for query in part.queries]
+        queries = list(dict.fromkeys(query for part in parts for query in part.queries))
         images = [image for part in parts for image in part.images]
         rows = _without_copies(images)
         images = [images[row] for row in rows]
@@ -133,21 +138,26 @@ class Embedder:
             queries=self._text_side(queries, name, queries=True) if queries else None,
             labels=self._labels([image.label for image in images]),
             bad=sum((part.bad for part in parts), Counter[str]()),
+            first_bad=next((part.first_bad for part in parts if part.bad), ""),
         )
 
     def encode(self, texts: Sequence[str], name: str = "", *, queries: bool = False) -> Tensor:
-        """Features (n, D) of texts, or of queries; how far it is is told only of those that have a
-        name.
+        """Features (n, D) of texts, or of queries; of equal texts the same ones, however their
+        neighbours are filled up. How far it is is told only of those that have a name.
         """
-        spans, found = self._spans(len(texts)), []
+        rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        distinct, found = list(rows), []
+        spans = self._spans(len(distinct))
         for span in (spans[k] for k in self._own(len(spans))):
             if name:
-                self.tell(f"embedding {name}", span.start, len(texts))
-            part = list(texts[span.start : span.stop])
-            found.append(self.model.texts(part, queries=queries).float().cpu())
+                self.tell(f"embedding {name}", span.start, len(distinct))
+            part = _filled(distinct[span.start : span.stop], len(spans[0]))
+            features = self.model.texts(part, queries=queries)[: len(span)]
+            found.append(features.float().cpu())
         if name:
-            self.tell(f"embedding {name}", len(texts), len(texts))
-        return torch.cat(self._of_all(found, len(spans))).to(self.model.device)
+            self.tell(f"embedding {name}", len(distinct), len(distinct))
+        features = torch.cat(self._of_all(found, len(spans)))
+        return features[[rows[text] for text in texts]].to(self.model.device)
 
     def _spans(self, count: int) -> list[range]:
         """Places of each micro-batch."""
@@ -166,12 +176,16 @@ class Embedder:
         found, world = self.ranks.gather(own), self.ranks.world
         return [found[k % world][k // world] for k in range(count)]
 
-    def _found(self, view: View | None, samples: Sequence[Sample], bad: Counter[str]) -> _Found:
-        part = _Found(bad)
+    def _found(
+        self, view: View | None, size: int, samples: Sequence[Sample], bad: Sequence[DataError]
+    ) -> _Found:
+        """Of a micro-batch of `size` places."""
+        part = _Found(Counter(each.kind for each in bad), str(bad[0]) if bad else "")
         if view is not None:
             # Where all are damaged, a black image keeps this rank in step with the others.
             black = np.zeros((3, view.size, view.size), np.uint8)
-            pixels = torch.from_numpy(np.stack([each["pixels"] for each in samples] or [black]))
+            filled = _filled([each["pixels"] for each in samples] or [black], size)
+            pixels = torch.from_numpy(np.stack(filled))
             features = self.model.images(pixels.to(self.model.device)).float().cpu()
             part.features = features[: len(samples)]
             part.images = [
@@ -207,6 +221,11 @@ class Embedder:
         return Side(features.to(place), torch.tensor(ids, device=place), list(texts))
 
 
+def _filled(items: list[T], size: int) -> list[T]:
+    """With the last one again until there are so many."""
+    return items + items[-1:] * (size - len(items))
+
+
 def _without_copies(images: Sequence[_Image]) -> list[int]:
     """Which to keep: of copies the first, since data may have a sample for each caption.
 
@@ -226,7 +245,7 @@ def _looked_at(view: View | None, sample: Sample) -> Sample:
     if view is None:
         return rest
     if "image" not in sample:
-        raise DataError("want an image, as the first sample has one, got none", "image")
+        raise DataError("want an image, as other samples have one, got none", "image")
     pixels = view(sample["image"], MIDDLE)
     return {
         **rest,
@@ -235,21 +254,39 @@ def _looked_at(view: View | None, sample: Sample) -> Sample:
     }
 
 
-def first_sound(source: Source, field: str = "id") -> Sample:
-    """The first sample that is not damaged and has this field, or the first without it."""
+def first_sound(source: Source, fields: set[str]) -> Sample:
+    """Of some from all over the data, the first sample that is not damaged and has these fields, or
+    the first without them.
+    """
     last, without = None, None
-    for index in range(tried := min(len(source), TRIED)):
+    places = _spread(len(source), TRIED)
+    for index in places:
         try:
             sample = source[index]
         except DataError as error:
             last = error
             continue
-        if field in sample:
+        if fields <= sample.keys():
             return sample
         without = without or sample
     if without is not None:
         return without
-    raise DataError(f"want a sound sample among the first {tried}; the last: {last}") from last
+    raise DataError(
+        f"want a sound sample, got none in {len(places)} of {len(source)}; the last: {last}; "
+        "repair the data, or name others"
+    ) from last
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Places all over the data, the first and the last among them."""
+    places: list[int] = np.unique(np.linspace(0, count - 1, most).astype(int)).tolist()
+    return places
+
+
+def damage(kinds: Counter[str]) -> dict[str, float]:
+    """How many samples are damaged, in all and by kind, as metrics; none if none is."""
+    told = {f"damaged_{kind.replace(' ', '_')}": float(count) for kind, count in kinds.items()}
+    return {"damaged": sum(told.values()), **told} if told else {}
 
 
 def pixels_of(samples: Sequence[Sample], size: int = THUMB) -> list[Any]:
@@ -259,8 +296,7 @@ def pixels_of(samples: Sequence[Sample], size: int = THUMB) -> list[Any]:
 
 def check_labels(source: Source, name: str, classes: int) -> None:
     """Raise where a label has no class; of many samples some are looked at, without images."""
-    places = np.linspace(0, len(source) - 1, LOOKED_AT).astype(int)
-    for index in np.unique(places).tolist():
+    for index in _spread(len(source), LOOKED_AT):
         try:
             label = light(source, index).get("label", -1)
         except DataError:
@@ -268,8 +304,8 @@ def check_labels(source: Source, name: str, classes: int) -> None:
         if label >= classes:
             raise DataError(
                 f"labels of {name!r} must be from 0 to {classes - 1}, one for each class name, got "
-                f"{label} of sample {index}; give a name for each class (--classes), in the order "
-                "of the labels"
+                f"{label} of sample {index}; give a name for each class (--classes, or classes.txt "
+                "beside shards), in the order of the labels"
             )
 
 

@@ -3,6 +3,7 @@
 Zero-shot detection by the similarity of places to a text.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from tilewise.data.order import permuted, uniforms
 from tilewise.data.samples import Sample, Source
 from tilewise.errors import DataError
 from tilewise.evaluate import plots
-from tilewise.evaluate.embed import pixels_of
+from tilewise.evaluate.embed import damage, pixels_of
 from tilewise.models.base import PairModel
 
 GRID = 3  # cells a side of a scene
@@ -38,10 +39,16 @@ class Scene:
     pixels: NDArray[np.uint8]  # (side, side, 3)
     text: str
     box: Box
+    things: int
 
 
 def make_scene(
-    source: Source, number: int, size: int, seed: int = 0, *, damaged: set[int] | None = None
+    source: Source,
+    number: int,
+    size: int,
+    seed: int = 0,
+    *,
+    damaged: dict[int, DataError] | None = None,
 ) -> Scene:
     """THINGS samples of different ids in cells of a GRID x GRID canvas, each cell `size` pixels,
     moved a little.
@@ -54,7 +61,7 @@ def make_scene(
     order = permuted(np.arange(len(source)), len(source), key + np.uint64(1))
     boxes, texts = list[Box](), list[str]()
     chances = uniforms(seed, np.full(THINGS, number), np.arange(THINGS), 2)
-    for sample in _things(source, map(int, order), set() if damaged is None else damaged):
+    for sample in _things(source, map(int, order), {} if damaged is None else damaged):
         place = len(boxes)
         # Up to a quarter of a cell away from its middle, inside the canvas.
         top, left = (
@@ -74,22 +81,26 @@ def make_scene(
             f"a scene needs {FEWEST} sound samples of different ids with image and text, got "
             f"{len(boxes)} of {len(source)} samples; repair the data, or leave localise out"
         )
-    return Scene(canvas, texts[0], boxes[0])
+    return Scene(canvas, texts[0], boxes[0], len(boxes))
 
 
-def _things(source: Source, order: Iterable[int], damaged: set[int]) -> Iterator[Sample]:
-    """Sound samples of different ids with image and text; places of others go to `damaged`."""
+def _things(
+    source: Source, order: Iterable[int], damaged: dict[int, DataError]
+) -> Iterator[Sample]:
+    """Sound samples of different ids with image and text; others go to `damaged`, by place."""
     used = set[int]()
     for index in order:
         if index in damaged:
             continue
         try:
             sample = source[index]
-        except DataError:
-            sample = {}
-        if not {"image", "text"} <= sample.keys():
-            damaged.add(index)
-        elif sample["id"] not in used:
+            if not {"image", "text"} <= sample.keys():
+                has = ", ".join(sorted(sample))
+                raise DataError(f"want image and text, got {has}", "fields")
+        except DataError as error:
+            damaged[index] = error
+            continue
+        if sample["id"] not in used:
             used.add(sample["id"])
             yield sample
 
@@ -101,17 +112,19 @@ def localise(
     picture: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """Pointing accuracy and overlap over scenes, and what a random place would get.
+    """Pointing accuracy and overlap over scenes.
 
-    Pointing: the most similar place lies in the thing's box. IoU: of the box around all places that
+    Pointing: the most similar place lies in the thing's box. "pointing_chance" is what a random
+    place gets, "pointing_any_thing" what one gets that lies in any of the things: a model that has
+    learnt nothing may find these before the empty canvas. IoU: of the box around all places that
     are at least half as far above the mean as the most similar one, and connected with it, with the
-    thing's box. "damaged": samples that were met and left out, if any.
+    thing's box. "damaged": samples that were met and left out, if any, and by kind.
 
     Args:
         picture: file for some of the scenes.
     """
-    size, damaged = model.image_size, set[int]()
-    hits, overlaps, shown = list[bool](), list[float](), list[Any]()
+    size, damaged = model.image_size, dict[int, DataError]()
+    hits, overlaps, shares, shown = list[bool](), list[float](), list[float](), list[Any]()
     for first in range(0, SCENES, AT_ONCE):
         numbers = range(first, first + AT_ONCE)
         scenes = [make_scene(source, number, size, damaged=damaged) for number in numbers]
@@ -119,6 +132,7 @@ def localise(
             point, found = read_heat(heat)
             hits.append(_inside(point, scene.box))
             overlaps.append(overlap(found, scene.box))
+            shares.append(1 / scene.things)
             if len(shown) < SHOWN:
                 shown.append((scene.pixels, heat.numpy(), scene.box, found, scene.text))
         on_progress(first + AT_ONCE, SCENES)
@@ -127,9 +141,10 @@ def localise(
     return {
         "pointing_accuracy": float(np.mean(hits)),
         "pointing_chance": 1 / GRID**2,
+        "pointing_any_thing": float(np.mean(shares)),
         "mean_iou": float(np.mean(overlaps)),
         "iou_above_half": float(np.mean(np.array(overlaps) >= 0.5)),
-        **({"damaged": float(len(damaged))} if damaged else {}),
+        **damage(Counter(error.kind for error in damaged.values())),
     }
 
 

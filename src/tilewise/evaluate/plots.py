@@ -3,6 +3,7 @@
 import math
 import statistics
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,14 @@ LABEL_GAP = 0.29  # inches between names at the ends of curves
 SHORT_NAME = 20  # characters for which a plot has room; each more takes CHARACTER
 CHARACTER = 0.075  # inches
 LONGEST_NAME, LONGEST_TITLE = 60, 64  # characters
+# Tried in this order for what the usual font lacks, those that are installed; none of coloured
+# bitmaps, which matplotlib cannot draw.
+FONTS = (
+    "Noto Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "Hiragino Sans",
+    "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "Microsoft YaHei",
+    "Malgun Gothic", "PingFang SC", "Arial Unicode MS", "Noto Emoji", "Symbola", "Segoe UI Emoji",
+)  # fmt: skip
+UNDRAWN = r"Glyph \d+|Matplotlib currently does not support"  # how warnings of these begin
 
 Image = Any  # (H, W, 3) uint8, a NumPy array or a CPU tensor
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels of the image
@@ -69,7 +78,7 @@ def plot_curves(
     axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.margins(x=0.01)
     _name_ends(axes, ends, LABEL_GAP / height)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_similarities(path: Path | str, matching: Tensor, other: Tensor, title: str) -> None:
@@ -97,7 +106,7 @@ def plot_similarities(path: Path | str, matching: Tensor, other: Tensor, title: 
         axes.axvline(x.mean(), color=colour, lw=1.2, ls="--")
     _dress(axes, title, "similarity", "density")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="best")
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_retrieval_grid(
@@ -132,7 +141,7 @@ def plot_retrieval_grid(
                 axes.spines[:].set(visible=True, color=RIGHT, linewidth=4)
     for i, axes in enumerate(grid[0, 1:]):
         axes.set_title(str(i + 1), color=INK, fontsize=9)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_scenes(path: Path | str, scenes: Sequence[Scene | tuple[Any, ...]]) -> None:
@@ -156,7 +165,7 @@ def plot_scenes(path: Path | str, scenes: Sequence[Scene | tuple[Any, ...]]) -> 
             handles=boxes.values(), loc="outside lower center", ncols=2, frameon=False,
             labelcolor=INK, fontsize=9,
         )  # fmt: skip
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _plot_scene(axes: Any, scene: Scene) -> None:
@@ -271,3 +280,19 @@ def _figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=150, layout=layout)
     FigureCanvasAgg(figure)
     return figure
+
+
+def _save(figure: Any, path: Path | str) -> None:
+    """With fonts for many scripts; a character that none of them has is a box, and nothing is said
+    of it: whoever evaluates cannot help it.
+    """
+    from matplotlib.font_manager import get_font_names  # noqa: PLC0415
+    from matplotlib.text import Text  # noqa: PLC0415
+
+    there = set(get_font_names())
+    more = [name for name in FONTS if name in there]
+    for text in figure.findobj(Text):
+        text.set_fontfamily([*text.get_fontfamily(), *more])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", UNDRAWN)
+        figure.savefig(path)

@@ -1,6 +1,7 @@
 """All that a configuration wants measured of a model: numbers and pictures."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from tilewise.evaluate.classify import (
     check_templates,
     class_vectors,
     knn,
+    labels_by_name,
     linear_probe,
     zero_shot,
 )
@@ -28,11 +30,12 @@ from tilewise.evaluate.embed import (
     Tell,
     check_labels,
     class_names,
+    damage,
     first_sound,
     pixels_of,
     untold,
 )
-from tilewise.evaluate.localise import localise
+from tilewise.evaluate.localise import localise, make_scene
 from tilewise.evaluate.ranking import image_text_metrics, retrieval_metrics, top
 from tilewise.models.base import PairModel, evaluating
 from tilewise.train.config import EvalConfig
@@ -40,6 +43,16 @@ from tilewise.train.setup import ALONE, Ranks
 
 SHOWN, BEST = 6, 5  # texts in the picture of results, and images of each
 LONGEST = 100  # bytes of a data set's name in that of a file
+PICTURES = ("similarities-*.png", "retrieval-*.png", "localise.png", "localise-*.png")
+
+
+def unsaid(text: str) -> None:
+    """Say it to nobody."""
+
+
+def pictures(folder: Path) -> list[Path]:
+    """Those that a `Suite` has drawn there."""
+    return sorted(path for pattern in PICTURES for path in folder.glob(pattern))
 
 
 @dataclass
@@ -51,6 +64,8 @@ class Suite:
     index_folder: str = ""
     ranks: Ranks = ALONE
     tell: Tell = untold
+    say: Callable[[str], None] = unsaid
+    """Shows a line."""
     sources: dict[str, Source] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last run; if that raised, what was measured before."""
@@ -83,19 +98,46 @@ class Suite:
                 )
             for name in names:
                 self._check_fields(what, name, able)
+        if self.config.probe:
+            self._check_probe()
+        for name in self.config.localise:
+            try:
+                make_scene(self.sources[name], 0, model.image_size)
+            except DataError as error:
+                raise DataError(f"localise {name!r}: {error}", error.kind) from error
 
     def _check_fields(self, what: str, name: str, able: set[str]) -> None:
-        labelled = what in ("zero_shot", "probe")
-        has = set(first_sound(self.sources[name], "label" if labelled else "id"))
+        known = [{"image", "label" if what in ("zero_shot", "probe") else "text"}]
         if what == "retrieval":
-            pair = {"image", "text"} if "images" in able else {"query", "positive"}
-            fine = pair <= has or {"query", "positive"} <= has
-            wanted = " and ".join(sorted(pair))
-        else:
-            wanted = "image and label" if labelled else "image and text"
-            fine = set(wanted.split(" and ")) <= has
-        if not fine:
-            raise DataError(f"{what} needs {wanted}, and samples of {name!r} have {', '.join(has)}")
+            known = [*(known if "images" in able else []), {"query", "positive"}]
+        for fields in known:
+            has = sorted(first_sound(self.sources[name], fields))
+            if fields <= set(has):
+                return
+        wanted = " or ".join(" and ".join(sorted(fields)) for fields in known)
+        computed = "; features that were computed before do not do, name data with their images"
+        raise DataError(
+            f"{what} needs {wanted}, and samples of {name!r} have {', '.join(has)}"
+            f"{computed if 'features' in has else ''}"
+        )
+
+    def _check_probe(self) -> None:
+        """Raise where both data name their classes, and those to test have others, or too few."""
+        (train, known), (test, wanted) = named = self._probe_classes()
+        if not (known and wanted):
+            return
+        for name, classes in named:
+            check_labels(self.sources[name], name, len(classes))
+        if lost := [name for name in wanted if name not in set(known)]:
+            raise DataError(
+                f"a probe needs all classes of {test!r} among those of {train!r}, which lacks "
+                f"{len(lost)}, the first {lost[0]!r}; give both the same names, or take other data"
+            )
+
+    def _probe_classes(self) -> list[tuple[str, list[str]]]:
+        """Of the data to train and to test, with the names of classes that they bring."""
+        names = self.config.probe
+        return [(name, list(getattr(self.sources[name], "classes", []))) for name in names]
 
     def run(
         self, model: PairModel, folder: Path | None = None, *, whole: bool = True
@@ -112,22 +154,21 @@ class Suite:
             self.ranks.align(model)
             names = dict.fromkeys((*config.retrieval, *config.zero_shot, *config.probe))
             found = {name: embedder.embed(self.sources[name], name) for name in names}
-            metrics |= _left_out(found, {*config.zero_shot, *config.probe})
+            metrics |= self._left_out(found)
             for name in self.config.retrieval:
                 metrics |= _named(name, self._retrieval(found[name], name, folder))
             for name in self.config.zero_shot:
                 metrics |= _named(name, self._zero_shot(embedder, found[name], name))
             if self.config.probe:
-                metrics |= _named(
-                    self.config.probe[1], _probe(*(found[name] for name in self.config.probe))
-                )
+                metrics |= _named(self.config.probe[1], self._probe(found))
             # Scenes are many images each: at the end, with the pictures.
             for name in self.config.localise if whole else ():
                 told = partial(self.tell, f"scenes of {name}")
                 picture = None if folder is None else folder / self._scenes_file(name)
                 scenes = localise(model, self.sources[name], picture=picture, on_progress=told)
-                # Damage met in scenes is part of what was counted over all samples.
-                metrics |= {**_named(name, scenes), **metrics}
+                if name in found:  # its damage is counted over all samples
+                    scenes = {k: x for k, x in scenes.items() if not k.startswith("damaged")}
+                metrics |= _named(name, scenes)
         return metrics
 
     def _scenes_file(self, name: str) -> str:
@@ -135,25 +176,20 @@ class Suite:
         return f"localise-{_plain(name)}.png" if len(self.config.localise) > 1 else "localise.png"
 
     def _retrieval(self, found: Embedded, name: str, folder: Path | None) -> dict[str, float]:
-        if found.queries is not None and found.texts is not None:
-            queries, texts = found.queries, found.texts
-            _plot_similarities(
-                folder, name, (queries.features, texts.features), (queries.ids, texts.ids)
-            )
-            return retrieval_metrics(queries.features, texts.features, queries.ids, texts.ids)
-        if found.images is None or found.texts is None:
+        rows, texts = found.images if found.queries is None else found.queries, found.texts
+        if rows is None or texts is None:
             raise DataError(
                 "retrieval needs images with texts, or queries with documents; "
                 f"{name!r} has not both"
             )
-        texts = found.texts
-        images = _with_texts(found.images, texts)
-        lost = len(found.images.ids) - len(images.ids)
-        _plot_similarities(folder, name, (images.features, texts.features), (images.ids, texts.ids))
-        if folder is not None:
+        known = _with_texts(rows, texts)
+        lost = len(rows.ids) - len(known.ids)
+        features, ids = (known.features, texts.features), (known.ids, texts.ids)
+        _plot_similarities(folder, name, features, ids)
+        if found.queries is None and folder is not None:
             self._plot_grid(found, name, folder)
-        metrics = image_text_metrics(images.features, texts.features, images.ids, texts.ids)
-        return {**metrics, **({"without_text": float(lost)} if lost else {})}
+        measure = image_text_metrics if found.queries is None else retrieval_metrics
+        return {**measure(*features, *ids), **({"without_text": float(lost)} if lost else {})}
 
     def _plot_grid(self, found: Embedded, name: str, folder: Path) -> None:
         assert found.images is not None
@@ -183,7 +219,8 @@ class Suite:
             raise DataError(
                 f"zero-shot classification needs images with labels; {name!r} has not both"
             )
-        names = class_names(self.sources[name], self.config.classes)
+        known = class_names(self.sources[name], self.config.classes)
+        names = list(dict.fromkeys(known))  # of one name there is one class
         prompts, seen = templates(self.config), 0
 
         def encode(texts: list[str]) -> Tensor:
@@ -194,10 +231,40 @@ class Suite:
 
         together = embedder.batch * self.ranks.world
         vectors = class_vectors(encode, names, prompts, chunk=together)
-        return {
-            f"zeroshot_{key}": value
-            for key, value in zero_shot(labelled[0], vectors, labelled[1]).items()
-        }
+        labels = labels_by_name(labelled[1], known, names)
+        shares = zero_shot(labelled[0], vectors, labels)
+        return {f"zeroshot_{key}": value for key, value in shares.items()}
+
+    def _left_out(self, found: dict[str, Embedded]) -> dict[str, float]:
+        """How many samples were damaged, which is said, too, and had no label where one is wanted;
+        what is not 0.
+        """
+        counts = dict[str, float]()
+        for name, each in found.items():
+            counts |= _named(name, damage(each.bad))
+            if each.bad:
+                kinds = ", ".join(f"{count} {kind}" for kind, count in each.bad.most_common())
+                self.say(
+                    f"{sum(each.bad.values()):,} of {len(self.sources[name]):,} samples of {name} "
+                    f"are damaged and left out ({kinds}); the first: {each.first_bad}"
+                )
+            labelled = name in (*self.config.zero_shot, *self.config.probe)
+            if labelled and each.labels is not None and (each.labels < 0).any():
+                counts[f"{name}/unlabelled"] = float((each.labels < 0).sum())
+        return counts
+
+    def _probe(self, found: dict[str, Embedded]) -> dict[str, float]:
+        sides: list[Any] = []
+        named = self._probe_classes()
+        for name, classes in named:
+            labelled = found[name].labelled()
+            if labelled is None:
+                raise DataError("a probe needs images with labels on both sides")
+            features, labels = labelled
+            if all(names for _, names in named):  # folders may have been counted differently
+                labels = labels_by_name(labels, classes, named[0][1])
+            sides += [features, labels]
+        return {**knn(*sides), **linear_probe(*sides)}
 
 
 def templates(config: EvalConfig) -> list[str]:
@@ -214,33 +281,14 @@ def templates(config: EvalConfig) -> list[str]:
     return given
 
 
-def _with_texts(images: Side, texts: Side) -> Side:
-    """Images of whose id there is a text; the others can neither be found nor find anything."""
-    there = torch.isin(images.ids, texts.ids)
-    return Side(images.features[there], images.ids[there])
+def _with_texts(rows: Side, texts: Side) -> Side:
+    """Those of whose id there is a text; the others can neither be found nor find anything."""
+    there = torch.isin(rows.ids, texts.ids)
+    return Side(rows.features[there], rows.ids[there])
 
 
 def _named(name: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"{name}/{key}": value for key, value in metrics.items()}
-
-
-def _left_out(found: dict[str, Embedded], labelled: set[str]) -> dict[str, float]:
-    """How many samples were damaged, and had no label where one is wanted; what is not 0."""
-    counts = {f"{name}/damaged": sum(each.bad.values()) for name, each in found.items()}
-    for name, each in found.items():
-        if name in labelled and each.labels is not None:
-            counts[f"{name}/unlabelled"] = int((each.labels < 0).sum())
-    return {name: float(count) for name, count in counts.items() if count}
-
-
-def _probe(train: Embedded, test: Embedded) -> dict[str, float]:
-    sides: list[Any] = []
-    for each in (train, test):
-        labelled = each.labelled()
-        if labelled is None:
-            raise DataError("a probe needs images with labels on both sides")
-        sides += labelled
-    return {**knn(*sides), **linear_probe(*sides)}
 
 
 def _plot_similarities(

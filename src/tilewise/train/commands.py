@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tilewise.errors import CheckpointError, OptionError
 from tilewise.evaluate.report import metrics_table, save_metrics
-from tilewise.evaluate.suite import Suite
+from tilewise.evaluate.suite import Suite, pictures
 from tilewise.models import two_views
 from tilewise.models.base import PairModel
 from tilewise.models.image_text import CONFIG
@@ -77,7 +77,7 @@ def eval_command(args: Sequence[str]) -> int:
     ranks = start(config.run.device, config.run.timeout_s)
     screen = Screen(shown=ranks.is_first)
     loading = (config.data.workers, config.data.index_folder)
-    suite = Suite(config.eval, *loading, ranks, screen.part)
+    suite = Suite(config.eval, *loading, ranks, screen.part, screen.say)
     model = _loaded(config, found)
     suite.check(model)
     if found is None and not _has_weights(config.model):
@@ -87,13 +87,27 @@ def eval_command(args: Sequence[str]) -> int:
         if found is None
         else found.parent.parent / f"eval-{found.name}"
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    with autocast(config, ranks.device), screen:
-        metrics = suite.run(model.to(ranks.device), folder if ranks.is_first else None)
+    if ranks.is_first:
+        _clear(folder)
+    try:
+        with autocast(config, ranks.device), screen:
+            suite.run(model.to(ranks.device), folder if ranks.is_first else None)
+    except BaseException:  # takes nothing with it that was measured before
+        if ranks.is_first and suite.metrics:
+            screen.say("the evaluation did not get to its end; what it had measured:")
+            _tell(suite.metrics, folder, screen)
+        raise
     ranks.stop()
     if ranks.is_first:
-        _tell(metrics, folder, screen)
+        _tell(suite.metrics, folder, screen)
     return 0
+
+
+def _clear(folder: Path) -> None:
+    """Make a folder for results, or remove those that an earlier evaluation left there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*pictures(folder), folder / RESULTS):
+        path.unlink(missing_ok=True)
 
 
 def _check_asked(config: EvalConfig) -> None:
@@ -114,7 +128,8 @@ def _tell(metrics: dict[str, float], folder: Path, screen: Screen) -> None:
     """Write and print what was measured."""
     save_metrics(folder / RESULTS, metrics)
     screen.say(metrics_table(metrics))
-    screen.say(f"saved to {folder}: {RESULTS}, pictures (*.png)")
+    written = [RESULTS, *(path.name for path in pictures(folder))]
+    screen.say(f"saved to {folder}: {', '.join(written)}")
 
 
 def export_command(args: Sequence[str]) -> int:
@@ -139,8 +154,14 @@ def export_command(args: Sequence[str]) -> int:
 
 
 def _found(place: str) -> tuple[Path | None, Config]:
-    """A checkpoint and its configuration; or a model that was exported; or a recipe."""
+    """A checkpoint and its configuration; or a model that was exported; or a recipe.
+
+    A TOML file in a run's folder is one for the weights of that run.
+    """
     path = Path(place)
+    if path.suffix == ".toml" and path.is_file() and (path.parent / "checkpoints").is_dir():
+        config = configfile.read(place)
+        return _checkpoint(str(path.parent)), replace(config, run=replace(config.run, resume=""))
     if place and not path.exists() and not place.endswith(".toml"):
         _check_recipe(place)
     if not place or not path.is_dir():
