@@ -325,3 +325,21 @@ def test_weight_may_learn():
     assert torch.autograd.gradcheck(
         lambda w: tw.clip_loss(a.detach(), b.detach(), 5.0, weight=w), weight
     )
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_python_numbers_may_change_in_a_compiled_loss(dynamic):
+    """A compiler stands in for a number that changes, and for every one with dynamic=True."""
+    torch._dynamo.reset()
+
+    def loss(a, b, scale, smoothing):
+        return tw.clip_loss(a, b, scale, label_smoothing=smoothing) + tw.info_nce(
+            a, b, temperature=1 / scale
+        )
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    a, b = (torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for scale, smoothing in ((5.0, 0.0), (6.0, 0.1), (2, 0.2)):
+        torch.testing.assert_close(compiled(a, b, scale, smoothing), loss(a, b, scale, smoothing))
+    with pytest.raises(tw.OptionError, match="scale must be finite"):
+        tw.clip_loss(a, b, float("nan"))

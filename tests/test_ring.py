@@ -351,6 +351,13 @@ def odd_calls(rank):
     assert torch.equal(views, tw.nt_xent(a, b, sizes=[3, 3], **group))
     compiled = torch.compile(lambda a, b: tw.clip_loss(a * 1.0, b, 5.0, **group) + 1.0)
     assert torch.allclose(compiled(a, b), plain + 1.0)
+    # As open_clip's loop compiles them: which ranks there are is found out inside.
+    for module, args in (
+        (tw.ClipLoss(rank=rank, world_size=2), (a, b, torch.tensor(5.0))),
+        (tw.SigLipLoss(rank=rank, world_size=2), (a, b, torch.tensor(5.0), torch.tensor(-1.0))),
+        (tw.NTXentLoss(gather_distributed=True), (a, b)),
+    ):
+        assert torch.allclose(torch.compile(module)(*args), module(*args))
 
 
 def test_odd_calls():

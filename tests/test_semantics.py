@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tilewise as tw
 from tilewise.losses import modules
@@ -327,3 +328,37 @@ def test_whole_and_rest_lose_nothing():
     whole, rest = (x.double() for x in sums.value())
     truth = sums.offset.double() + torch.log(sums.total.double())
     assert ((whole + rest) - truth).abs().max() < 1.5e-7
+
+
+def test_a_learnable_temperature_is_a_modules_own():
+    """Else no optimizer over its parameters would train it, and .to() would leave it behind."""
+    a, b = (torch.randn(6, 4, dtype=torch.float64) for _ in range(2))
+    for module, args in (
+        (tw.InfoNCELoss, (a, b)),
+        (tw.NTXentLoss, (a, b)),
+        (tw.SupConLoss, (a, torch.arange(6) // 2)),
+    ):
+        for name in ("temperature", "scale"):
+            number = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+            loss = module(**{name: number})
+            assert list(loss.parameters()) == [number]
+            assert list(loss.state_dict()) == [f"learnt.{name}"]
+            value = loss(*args)
+            assert torch.equal(value, module(**{name: 0.5})(*args))
+            value.backward()
+            assert number.grad != 0
+            assert torch.equal(loss(*args, scale=2.0), module(scale=2.0)(*args))
+
+
+def test_negatives_of_a_module_are_normalised_wherever_they_are_given():
+    a, b, c = (torch.randn(6, 4, dtype=torch.float64) for _ in range(3))
+    fixed = tw.InfoNCELoss(negatives=10 * c)(a, b)
+    assert torch.equal(fixed, tw.InfoNCELoss()(a, b, negatives=10 * c))
+
+
+def test_open_clip_makes_its_losses_with_all_options_named():
+    made = {"local_loss": False, "gather_with_grad": True, "cache_labels": True, "rank": 0,
+            "world_size": 1}  # fmt: skip
+    assert tw.ClipLoss(**made, use_horovod=False).gather_with_grad
+    with pytest.raises(tw.OptionError, match="use_horovod"):
+        tw.ClipLoss(**made, use_horovod=True)

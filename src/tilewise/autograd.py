@@ -228,10 +228,11 @@ def _reduce_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None,
         for x, d in zip(known[:2], upstream[:2], strict=True)
     ]
     rest = (*d_stats, *ctx.needs_input_grad[:4])
-    # create_graph=True is left to the op that refuses to go on. What lies in the workspace's memory
-    # is computed again rather than copied.
-    usable = call.plan.keep_bytes != LENT or _may_spend(ctx)
-    if ctx.kept[0].numel() and usable and not torch.is_grad_enabled():
+    if call.plan.keep_bytes == LENT and not _may_spend(ctx):
+        # The workspace has no room for a copy, nor for a backward beside them: computed again.
+        ctx.kept = [ctx.kept[0].new_empty(0)]
+    # create_graph=True is left to the op that refuses to go on.
+    if ctx.kept[0].numel() and not torch.is_grad_enabled():
         grads = _differentiate_kept(*call.pairs, *call.plan, *known, *_spend(ctx), *rest)
     else:
         grads = _differentiate(*call.pairs, *call.plan, *known, *rest)

@@ -250,19 +250,21 @@ def _difference(whole: dist.ProcessGroup, said: list[dict[str, str]]) -> str:
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:
+    # First: a compiler that traces this knows no other question that it could ask of one.
+    if isinstance(group, dist.ProcessGroup):
+        return group
     if not dist.is_available() or not dist.is_initialized():
         raise OptionError(
             "group needs torch.distributed, which is not initialised; call "
             "torch.distributed.init_process_group first, or leave group out for a local loss"
         )
-    if hasattr(group, "get_group"):
-        group = _flat(group).get_group()
-    if not isinstance(group, dist.ProcessGroup):
+    if not hasattr(group, "get_group"):
         raise OptionError(
             f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}; pass "
             "torch.distributed.group.WORLD for all ranks"
         )
-    return group
+    found: dist.ProcessGroup = _flat(group).get_group()
+    return found
 
 
 def _flat(mesh: Any) -> Any:

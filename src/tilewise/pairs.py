@@ -272,9 +272,10 @@ def checked_device(device: Device) -> torch.device:
 
 def check_number(name: str, value: float) -> float:
     """A finite Python number, as a float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    known = (numbers.Real, torch.SymFloat, torch.SymInt)  # a compiler's stand-ins for numbers
+    if isinstance(value, bool) or not isinstance(value, known):
         raise DtypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # what a compiler can trace, and math.isfinite is not
         raise OptionError(f"{name} must be finite, got {value}")
     return float(value)
 

@@ -232,7 +232,10 @@ class Kept(NamedTuple):
 
 
 def explain_keep(
-    rows: Tensor, cols: Tensor, keep_mib: float | Literal["auto"] | None = None
+    rows: Tensor,
+    cols: Tensor,
+    keep_mib: float | Literal["auto"] | None = None,
+    workspace_mib: float = 256,
 ) -> Kept:
     """What `clip_loss` and `info_nce` keep of such features for their backward.
 
@@ -243,11 +246,13 @@ def explain_keep(
         rows, cols: features (N, D) and (M, D).
         keep_mib: the budget, "auto" for what the device has free, or None: all of them where they
             fit into the workspace (up to about 9,000 pairs), else none.
+        workspace_mib: as the loss is given it.
     """
     pairs = make_pairs(
         rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False
     )
-    plan = make_plan({"keep_mib": keep_mib}, "logsumexp", True, False)
+    how: SweepOptions = {"keep_mib": keep_mib, "workspace_mib": workspace_mib}
+    plan = make_plan(how, "logsumexp", True, False)
     kept = 0
     if backends.choose("auto", rows.device, rows.dtype).name == "fused":
         plan = plan._replace(keep_bytes=_keep_bytes(keep_mib, pairs, plan))

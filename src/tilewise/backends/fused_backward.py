@@ -60,7 +60,7 @@ class Backward:
         self.pairs, self.plan, self.needs = pairs, plan, needs
         self.gains, self.into = gains, into
         self.ready = make_ready(pairs, plan.precision)
-        self.head = torch.empty(kernels.HEAD_SIZE, device=pairs.rows.device)
+        self.head = pairs.rows.new_empty(kernels.HEAD_SIZE, dtype=torch.float32)
         self.flag = self.head.new_empty(1)
         # fp32 is split in two: its gradients are products of fp16.
         self.split = self.ready.rows.form == SPLIT.value

@@ -77,8 +77,7 @@ class Forward:
     def __init__(self, pairs: Pairs, plan: Plan) -> None:
         self.pairs, self.plan, self.ready = pairs, plan, make_ready(pairs, plan.precision)
         n, m, _ = pairs.shape
-        device = pairs.rows.device
-        self.head = torch.empty(kernels.HEAD_SIZE, device=device)
+        self.head = pairs.rows.new_empty(kernels.HEAD_SIZE, dtype=torch.float32)
         self.memo, self.kept = fused.empty_memo(pairs, plan), fused.empty_kept(pairs, plan)
         self.flag = self.memo[1:2]
         if len(self.kept):
@@ -87,11 +86,11 @@ class Forward:
         self.row_pull.zero_()
         self.col_pull.zero_()
         self.columns = plan.columns and not pairs.symmetric
-        self.row_norm, self.dot = torch.empty(2, n, device=device)
-        self.col_norm = self.row_norm if pairs.symmetric else torch.empty(m, device=device)
+        self.row_norm, self.dot = self.head.new_empty(2, n)
+        self.col_norm = self.row_norm if pairs.symmetric else self.head.new_empty(m)
         k = 7 if plan.sums else 5
-        self.row_stats = torch.empty(k, n, device=device)
-        self.col_stats = torch.empty((k, m) if self.columns else 0, device=device)
+        self.row_stats = self.head.new_empty(k, n)
+        self.col_stats = self.head.new_empty((k, m) if self.columns else 0)
 
     def run(self) -> Swept:
         self._begin()

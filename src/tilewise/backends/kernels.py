@@ -90,7 +90,7 @@ def stored(x, dtype: tl.constexpr):
     """Numbers as they are stored: rounded to `dtype`, where int16 stands for floats without a sign.
 
     Exponentials have none, which leaves 8 bits for the exponent and one more than in bf16, 8, for
-    the fraction.
+    the fraction. Of what is not finite nothing is read: the flag is up then.
     """
     if dtype == tl.int16:
         return (((x.to(tl.uint32, bitcast=True) << 1) + 0x8000) >> 16).to(tl.int16)

@@ -37,9 +37,12 @@ class ClipLoss(nn.Module):
         cache_labels: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        use_horovod: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
+        if use_horovod:
+            raise OptionError("ranks talk by torch.distributed, got use_horovod=True; leave it out")
         _check_options(clip_loss, options, ("image", "text", *FACTORS, "bias"))
         self.local_loss, self.gather_with_grad = local_loss, gather_with_grad
         self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
@@ -102,40 +105,68 @@ class SigLipLoss(nn.Module):
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class InfoNCELoss(nn.Module):
+class _Fixed(nn.Module):
+    """A loss of normalised features with its options fixed; those that are learnt are its own."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        temperature: float | Tensor | None,
+        options: dict[str, Any],
+        in_call: Sequence[str],
+        normalize: bool,
+    ) -> None:
+        super().__init__()
+        if temperature is not None:
+            options = {"temperature": temperature, **options}
+        _check_options(loss, options, in_call)
+        learnt = {name: x for name, x in options.items() if isinstance(x, nn.Parameter)}
+        self.learnt, self.normalize = nn.ParameterDict(learnt), normalize
+        self.options = {name: x for name, x in options.items() if name not in learnt}
+
+    def _unit(self, features: Tensor) -> Tensor:
+        return functional.normalize(features, dim=-1) if self.normalize else features
+
+    def _for_batch(self, per_batch: dict[str, Any]) -> dict[str, Any]:
+        """The options of a batch over those of the module."""
+        options = {**self.options, **self.learnt}
+        if any(per_batch.get(name) is not None for name in FACTORS):
+            options = {name: x for name, x in options.items() if name not in FACTORS}
+        return {**options, **per_batch}
+
+
+class InfoNCELoss(_Fixed):
     """`info_nce` of normalised features, with its options fixed.
 
     Args:
-        temperature: 0.07 by default; or `scale`, by keyword.
+        temperature: 0.07 by default; or `scale`, by keyword. A parameter is the module's own.
         normalize: whether features are brought to unit length first; but not those of a `Pool`,
             which is too large to be copied every step: put unit vectors into it.
         options: any other of `info_nce`.
     """
 
     def __init__(
-        self, temperature: float | None = None, normalize: bool = True, **options: Any
+        self, temperature: float | Tensor | None = None, normalize: bool = True, **options: Any
     ) -> None:
-        super().__init__()
-        self.normalize = normalize
-        self.options = _own_options(info_nce, temperature, options, ("query", "key"))
+        super().__init__(info_nce, temperature, options, ("query", "key"), normalize)
 
     def forward(self, query: Tensor, key: Tensor, **per_batch: Any) -> Tensor:
         """The loss of queries (N, D) and keys (M, D).
 
         By keyword what changes per batch (`negatives`, `ids`, `scale`, ...), over the options.
         """
-        negatives = per_batch.get("negatives")
+        options = self._for_batch(per_batch)
+        negatives = options.get("negatives")
         if isinstance(negatives, Tensor) and not getattr(negatives, "of_a_pool", False):
-            (per_batch["negatives"],) = _unit(self.normalize, negatives)
-        query, key = _unit(self.normalize, query, key)
-        return info_nce(query, key, **_for_batch(self.options, per_batch))
+            options["negatives"] = self._unit(negatives)
+        return info_nce(self._unit(query), self._unit(key), **options)
 
 
-class NTXentLoss(nn.Module):
+class NTXentLoss(_Fixed):
     """`nt_xent` of normalised features, called with two views as lightly's module is.
 
     Args:
-        temperature: 0.5 by default; or `scale`, by keyword.
+        temperature: 0.5 by default; or `scale`, by keyword. A parameter is the module's own.
         memory_bank_size: 0: lightly's memory bank is not here.
         gather_distributed: whether all ranks' samples are negatives.
         normalize: whether features are brought to unit length first.
@@ -144,72 +175,44 @@ class NTXentLoss(nn.Module):
 
     def __init__(
         self,
-        temperature: float | None = None,
+        temperature: float | Tensor | None = None,
         memory_bank_size: int = 0,
         gather_distributed: bool = False,
         *,
         normalize: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__()
-        self.options = _own_options(nt_xent, temperature, options, ("first", "second"))
+        super().__init__(nt_xent, temperature, options, ("first", "second"), normalize)
         if memory_bank_size:
             raise OptionError(
                 f"memory_bank_size must be 0, got {memory_bank_size}: this version has no bank"
             )
-        self.gather_distributed, self.normalize = gather_distributed, normalize
+        self.gather_distributed = gather_distributed
 
     def forward(self, out0: Tensor, out1: Tensor, **per_batch: Any) -> Tensor:
         """The loss of two views (N, D) each; by keyword what changes per batch."""
-        out0, out1 = _unit(self.normalize, out0, out1)
         group = {"group": groups.world()} if self.gather_distributed else {}
-        return nt_xent(out0, out1, **{**group, **_for_batch(self.options, per_batch)})
+        options = {**group, **self._for_batch(per_batch)}
+        return nt_xent(self._unit(out0), self._unit(out1), **options)
 
 
-class SupConLoss(nn.Module):
+class SupConLoss(_Fixed):
     """`sup_con` of normalised features, called with (embeddings, labels).
 
     Args:
-        temperature: 0.1 by default; or `scale`, by keyword.
+        temperature: 0.1 by default; or `scale`, by keyword. A parameter is the module's own.
         normalize: whether features are brought to unit length first.
         options: any other of `sup_con`.
     """
 
     def __init__(
-        self, temperature: float | None = None, normalize: bool = True, **options: Any
+        self, temperature: float | Tensor | None = None, normalize: bool = True, **options: Any
     ) -> None:
-        super().__init__()
-        self.normalize = normalize
-        self.options = _own_options(sup_con, temperature, options, ("features", "labels"))
+        super().__init__(sup_con, temperature, options, ("features", "labels"), normalize)
 
     def forward(self, embeddings: Tensor, labels: Tensor, **per_batch: Any) -> Tensor:
         """The loss of embeddings (N, D) and labels (N,); by keyword what changes per batch."""
-        (embeddings,) = _unit(self.normalize, embeddings)
-        return sup_con(embeddings, labels, **_for_batch(self.options, per_batch))
-
-
-def _unit(normalize: bool, *features: Tensor) -> tuple[Tensor, ...]:
-    return tuple(functional.normalize(x, dim=-1) if normalize else x for x in features)
-
-
-def _own_options(
-    loss: Callable[..., Tensor],
-    temperature: float | None,
-    options: dict[str, Any],
-    in_call: Sequence[str],
-) -> dict[str, Any]:
-    """A module's options, checked, its temperature among them if it has one."""
-    if temperature is not None:
-        options = {"temperature": temperature, **options}
-    _check_options(loss, options, in_call)
-    return options
-
-
-def _for_batch(options: dict[str, Any], per_batch: dict[str, Any]) -> dict[str, Any]:
-    """The options of a batch over those of its module."""
-    if any(per_batch.get(name) is not None for name in FACTORS):
-        options = {name: x for name, x in options.items() if name not in FACTORS}
-    return {**options, **per_batch}
+        return sup_con(self._unit(embeddings), labels, **self._for_batch(per_batch))
 
 
 def _check_options(
