@@ -3,10 +3,12 @@
 import fcntl
 import gc
 import json
+import math
 import os
 import shutil
 import signal
 import socket
+import sys
 import time
 
 import numpy as np
@@ -29,6 +31,7 @@ from tilewise.train.configfile import read
 from tilewise.train.logs import Log
 from tilewise.train.loop import RESULTS, Trainer
 from tilewise.train.setup import Ranks
+from tilewise.train.stepping import Stepper
 
 
 def steps_in(tmp_path, name="run"):
@@ -60,10 +63,76 @@ def test_the_log_is_of_one_branch(tmp_path):
     train(config(tmp_path, resume=str(second), steps=4, log_every=4))
     after = first.folder.joinpath("metrics.jsonl").read_text().splitlines()
     assert after[:2] == before[:2]
-    assert [json.loads(line)["step"] for line in after] == [1, 2, 4, 4]
+    assert [json.loads(line)["step"] for line in after] == [1, 2, 4]
     assert {row["step"] for row in logs.Log(first.folder).rows()} == {1, 2, 4}
     aside = first.folder.joinpath(".metrics.jsonl.left").read_text().splitlines()
     assert aside == before[2:]
+
+
+def test_the_log_is_json_whatever_the_numbers(tmp_path, monkeypatch):
+    """Which has no NaN; the curves leave them out."""
+    drawn = []
+    monkeypatch.setattr(loop.plots, "plot_curves", lambda path, curves, **how: drawn.append(curves))
+    step = Stepper._step
+    monkeypatch.setattr(Stepper, "_step", lambda self, *of: step(self, *of) | (
+        {"loss": math.nan, "grad_norm": math.inf} if of[0] == 1 else {}))  # fmt: skip
+    folder = train(config(tmp_path, save_every=1)).folder
+    lines = folder.joinpath("metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=lambda name: 1 / 0) for line in lines]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[1]["loss"] is None
+    assert rows[1]["grad_norm"] is None
+    assert [step for step, _ in drawn[0]["loss"]] == [1, 3, 4, 5]
+    logs.forget_after(folder, 3)
+    assert folder.joinpath("metrics.jsonl").read_text().splitlines() == lines[:3]
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path):
+    trainer = Trainer(config(tmp_path), ALONE)
+    (tmp_path / "run/metrics.jsonl").unlink()
+    (tmp_path / "run/metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        OptionError, match=r"metrics.jsonl could not .* step 1: No space .*--resume"
+    ):
+        trainer.run()
+
+
+class FakeWandb:
+    """What is asked of the library; a run that is not told its id draws one."""
+
+    def __init__(self, fails=False):
+        self.fails, self.asked, self.logged = fails, [], []
+
+    def init(self, **how):
+        if self.fails:
+            raise RuntimeError("api_key not configured")
+        self.asked.append(how)
+        return self
+
+    id = "drawn"
+
+    def log(self, numbers, step):
+        self.logged.append(step)
+
+    def finish(self):
+        pass
+
+
+def test_a_run_that_goes_on_is_one_run_of_wandb(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(config(tmp_path, steps=2, report_to=["wandb"]))
+    train(config(tmp_path, steps=3, report_to=["wandb"], resume="latest"))
+    assert [how["id"] for how in fake.asked] == [None, "drawn"]
+    assert {how["resume"] for how in fake.asked} == {"allow"}
+    assert fake.logged == [1, 2, 3]
+
+
+def test_a_wandb_that_does_not_begin_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(fails=True))
+    with pytest.raises(OptionError, match=r"api_key not configured; log in .*WANDB_MODE=offline"):
+        Trainer(config(tmp_path, report_to=["wandb"]), ALONE)
+    Trainer(config(tmp_path), ALONE)  # the folder is free
 
 
 def test_a_run_that_ended_while_it_was_evaluated_is_evaluated(tmp_path, capsys):
@@ -156,7 +225,7 @@ def test_a_run_is_held_before_its_checkpoint_is_chosen(tmp_path, monkeypatch):
     train(config(tmp_path, steps=2))
     again, find, said = config(tmp_path, resume="latest"), loop.find, []
 
-    def late(*of):
+    def late(*of, **how):
         with monkeypatch.context() as other:
             other.setattr(loop, "find", find)
             with pytest.raises(OptionError, match="still running") as told:
@@ -250,6 +319,33 @@ def test_other_settings_are_told_and_the_former_kept(tmp_path, capsys):
     train(config(tmp_path, lr=0.03, **again))  # from the same step: what was before is the same
     assert (tmp_path / "run/.config-until-00000002.toml").read_text() == first
     assert read(str(tmp_path / "run/config.toml")).optim.lr == 0.03
+
+
+def test_data_that_have_grown_are_told(tmp_path, capsys):
+    """Their order is another one."""
+    table = tmp_path / "pairs.jsonl"
+    for i in range(40):
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"{i}.png")
+    rows = [json.dumps({"image": f"{i}.png", "text": f"thing {i}"}) for i in range(40)]
+    table.write_text("\n".join(rows[:30]))
+    train(config(tmp_path, train_data=str(table), steps=2))
+    train(config(tmp_path, train_data=str(table), steps=3, resume="latest"))
+    assert "num_samples" not in capsys.readouterr().out
+    table.write_text("\n".join(rows))
+    train(config(tmp_path, train_data=str(table), steps=4, resume="latest"))
+    assert "num_samples = 40, was 30" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_by_its_folder(tmp_path):
+    """In that folder, or in another one that is named; only of --runs, without a name."""
+    train(config(tmp_path, steps=2, save_every=1))
+    place = str(tmp_path / "run")
+    assert train(config(tmp_path, name="", steps=3, resume=place)).folder == tmp_path / "run"
+    assert steps_in(tmp_path) == [1, 2, 3]
+    other = train(config(tmp_path, name="other", steps=4, resume=place))
+    assert [row["step"] for row in Log(other.folder).rows()] == [4]
+    with pytest.raises(OptionError, match=r"is of no run in .*; give --name"):
+        train(config(tmp_path / "elsewhere", name="", resume=place))
 
 
 def test_a_checkpoint_that_is_of_no_run_here_needs_a_name(tmp_path):

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, and never taken for whole when they are not."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,16 @@ def test_none_that_is_whole_is_told_from_none(tmp_path):
     said = r"step-00000002 is damaged \(it has no manifest.json\); step-00000001 is damaged"
     with pytest.raises(CheckpointError, match=rf"{said}.*bring one back from a copy"):
         checkpoint.latest(tmp_path)
+
+
+def test_others_may_read_it_as_the_umask_says(tmp_path):
+    """The library of safetensors would let its owner alone."""
+    before = os.umask(0o027)
+    try:
+        place = write(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in place.iterdir()} == {0o640}
 
 
 def test_a_draft_is_not_a_checkpoint(tmp_path):

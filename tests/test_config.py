@@ -13,7 +13,7 @@ from tilewise.cli import main
 from tilewise.errors import OptionError
 from tilewise.train import checks
 from tilewise.train.config import Config
-from tilewise.train.configfile import from_tables, read, recipes, to_toml, with_flags
+from tilewise.train.configfile import ALIASES, from_tables, read, recipes, to_toml, with_flags
 
 
 def fields():
@@ -35,6 +35,34 @@ def test_the_papers_recipes_are_there():
               "laion400m-b16-lit-256k", "laion400m-l14-256k", "iconify", "wordnet", "lit-cifar10",
               "simclr-cifar10"}  # fmt: skip
     assert wanted <= set(recipes())
+
+
+SCRATCH = {"opt": "adamw", "lr": 5e-4, "wd": 0.5, "beta2": 0.98, "eps": 1e-8, "grad_clip_norm": 0.0}
+LIT = {"opt": "adafactor", "lr": 1e-3, "wd": 1e-4, "beta2": 0.95, "grad_clip_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "optim", "samples", "epochs"),
+    [
+        ("cc3m-b32-16k", SCRATCH, 3_018_714, 40),
+        ("cc12m-b32-32k", SCRATCH, 10_445_970, 40),
+        ("laion400m-b32-256k", SCRATCH, 280_321_756, 8),
+        ("laion400m-b16-lit-256k", LIT, 280_321_756, 8),
+    ],
+)
+def test_recipes_are_as_the_authors_scripts_have_them(name, optim, samples, epochs):
+    config = read(name)
+    assert {key: getattr(config.optim, key) for key in optim} == optim
+    assert config.optim.lr_scaling == "none"
+    assert config.optim.warmup == samples // (2 * config.step.batch_size)  # half an epoch
+    assert config.data.crop_scale == 0.08
+    assert config.run.epochs == epochs
+
+
+def test_other_names_are_of_fields():
+    names = {each.name for _, each in fields()}
+    assert set(ALIASES.values()) <= names
+    assert not set(ALIASES) & names
 
 
 def test_every_field_has_a_flag_of_its_own_and_a_sentence():
@@ -104,6 +132,8 @@ def test_torchrun_takes_no_flag_for_one_of_its_own():
         ({"eval": {"probe": ["one"]}}, "two data sets"),
         ({"eval": {"templates": []}}, "templates"),
         ({"run": {"name": "a/b"}}, "name of a folder"),
+        ({"run": {"name": "a\x07b"}}, r"without control characters, got 'a\\x07b'"),
+        ({"run": {"name": "a\x7f"}}, "without control characters"),
         ({"run": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'"),
         ({"run": {"epochs": 0}}, "epochs must be above 0"),
         ({"run": {"epochs": math.inf}}, "epochs must be above 0 and finite, got inf"),
@@ -116,7 +146,6 @@ def test_torchrun_takes_no_flag_for_one_of_its_own():
         ({"step": {"pool_where": "hsot"}}, r"a path, ./NAME for one here, got 'hsot'"),
         ({"run": {"resume": "latest"}}, "give --name"),
         ({"run": {"seed": 2**40}}, "seed must be below"),
-        ({"run": {"dist": "fsdp"}, "optim": {"opt": "adafactor"}}, "AdaFactor"),
         ({"model": {"kind": "text", "pretrained": "x"}}, "leave pretrained out"),
         (
             {"model": {"lock_image": True}, "data": {"feature_cache": "x", "flip": True}},
@@ -136,7 +165,8 @@ def test_whole_numbers_stand_for_floats_and_lists_for_tuples():
 
 
 def test_any_text_and_number_comes_back(tmp_path):
-    tables = {"eval": {"templates": ['a \U0001f600 "{}"', "é {}\n"]}, "step": {"keep": 1e400}}
+    texts = ['a \U0001f600 "{}"', "é {}\n", "{} \x7f\x00\u2028"]
+    tables = {"eval": {"templates": texts}, "step": {"keep": 1e400}}
     config = from_tables(tables, "run.toml")
     (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
     assert read(str(tmp_path / "again.toml")) == config
@@ -173,6 +203,11 @@ def test_an_unknown_recipe_is_told_with_those_near_it(capsys):
         (["--batch-sizes", "3"], "there is no flag --batch-sizes; near it: --batch-size\n"),
         (["--learning-rate=1"], "near it: --lr, "),
         (["--weight-decay", "1"], "near it: --wd\n"),
+        (["--optimizer", "lion"], "near it: --opt\n"),
+        (["--warmup-steps=3"], "near it: --warmup\n"),
+        (["--accum-freq", "4"], "here it is --micro-batch: Pairs that the encoders take at once"),
+        (["--save-frequency", "1"], "here it is --save-every: Steps between checkpoints"),
+        (["--bf16"], "here it is --precision: fp32, or mixed precision"),
         (["--zzz"], "see tilewise train [RECIPE] --help"),
         (["--zz"], "see tilewise train [RECIPE] --help"),
         (["--s", "1"], "there is no flag --s; see tilewise train [RECIPE] --help"),

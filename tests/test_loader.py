@@ -118,9 +118,12 @@ def test_what_stands_in_for_damaged_neighbours_is_drawn_from_all():
     assert (first != second).float().mean() > 0.9
 
 
-def test_all_damaged_is_an_error_that_says_so():
-    with pytest.raises(DataError, match=r"32 others.*the last: damaged.*repair the data"):
-        take(batches(Numbers(50, bad=1)), 1)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_damaged_is_an_error_that_says_so(workers):
+    """And no more than that: what a worker raises comes with its traceback for a message."""
+    with pytest.raises(DataError, match=r"32 others.*the last: damaged.*repair the data") as found:
+        take(batches(Numbers(50, bad=1), workers=workers), 1)
+    assert "\n" not in str(found.value)
 
 
 def test_evaluation_leaves_damaged_samples_out():

@@ -2,9 +2,11 @@
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +45,7 @@ def text_folder(tmp_path_factory):
     return make_text_folder(tmp_path_factory.mktemp("bert"))
 
 
-def make_text_folder(folder):
+def make_text_folder(folder, kind="Bert"):
     """A text encoder of Hugging Face, small and random, with a tokenizer of a few words."""
     from tilewise.models.libraries import need
 
@@ -54,12 +56,12 @@ def make_text_folder(folder):
     (folder / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
-    config = transformers.BertConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=16, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(folder)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
     return str(folder)
 
 
@@ -101,7 +103,10 @@ def test_open_clip_loads_what_is_exported(tmp_path, kind):
     path.write_text(json.dumps(config))
     torch.manual_seed(1)
     model = ImageText(str(path))
-    model.export(tmp_path / "out")
+    # A tower of Hugging Face has no name that open_clip takes from the folder.
+    told = pytest.warns(UserWarning, match=r"after a move, write the new one to hf_model_name")
+    with told if kind == "bert" else nullcontext():
+        model.export(tmp_path / "out")
     shutil.rmtree(source, ignore_errors=True)
     theirs = open_clip.create_model(f"local-dir:{tmp_path / 'out'}").eval()
     inputs = batch_of(model, Emoji("style")).inputs
@@ -129,9 +134,7 @@ def test_images_are_seen_as_open_clip_sees_them(tmp_path, mode, kernel):
     model = ImageText(str(path))
     model.export(tmp_path / "out")
     theirs, _, transform = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}")
-    # The middle of what is not square: ours is cut to parts of a pixel, theirs after resizing.
-    size = (40, 40) if mode == "shortest" else (90, 41)
-    noise = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (41, 90, 3), np.uint8)
     image = Image.fromarray(noise)
     with evaluating(model), evaluating(theirs):
         found = Embedder(model, 2).embed([{"image": image, "text": ("noise",), "id": 0}])
@@ -286,6 +289,76 @@ def test_a_config_that_is_none_is_told(tmp_path, text, says):
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(OptionError, match=says):
         ImageText(str(tmp_path / "model.json"))
+
+
+@pytest.mark.parametrize("route", ["file", "folder", "checkpoint"])
+def test_a_config_that_could_run_code_is_refused(tmp_path, route):
+    """Whatever of it goes to the tokenizer goes to transformers, which trusts who calls it."""
+    names = dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), make_text_folder(tmp_path / "t"))
+    config = json.loads(Path(TINY).read_text())
+    config["text_cfg"] = {**names, "tokenizer_kwargs": {"trust_remote_code": True}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+    (tmp_path / "open_clip_model.safetensors").write_bytes(b"")
+    folder = tmp_path if route == "folder" else tmp_path / "open_clip_config.json"
+    told = {"told": {"model_cfg": config}} if route == "checkpoint" else {}
+    with pytest.raises(OptionError, match=r"may hold .*clean.* got 'trust_remote_code'.*take it"):
+        ImageText(TINY if told else str(folder), **told)
+
+
+@pytest.mark.parametrize("schema", ["local-dir:", "hf-hub:"])
+def test_a_config_is_read_nowhere_else(tmp_path, schema):
+    """open_clip would, unseen by us, and leave the weights as they were drawn."""
+    ImageText(TINY).export(tmp_path)
+    with pytest.raises(OptionError, match="or a folder with one, got"):
+        ImageText(f"{schema}{tmp_path}")
+
+
+def test_a_folder_of_weights_begins_with_them(tmp_path):
+    """Under each name that open_clip knows; under another, not in silence with random ones."""
+    torch.manual_seed(1)
+    model = ImageText(TINY)
+    model.export(tmp_path / "out")
+    weights = tmp_path / "out" / "open_clip_model.safetensors"
+    weights.unlink()
+    torch.save(model.net.state_dict(), tmp_path / "out" / "open_clip_pytorch_model.bin")
+    assert equal(ImageText(str(tmp_path / "out")), model)
+    (tmp_path / "out" / "open_clip_pytorch_model.bin").rename(tmp_path / "out" / "epoch_3.pt")
+    with pytest.raises(OptionError, match=r"got epoch_3.pt, open_clip_config.json; rename them"):
+        ImageText(str(tmp_path / "out"))
+    assert equal(
+        ImageText(str(tmp_path / "out"), pretrained=str(tmp_path / "out/epoch_3.pt")), model
+    )
+    assert not equal(ImageText(str(tmp_path / "out" / "open_clip_config.json")), model)
+
+
+EVIL = {
+    "modules.json": [{"idx": 2, "name": "2", "path": "2_Own", "type": "own_code.Own"}],
+    "2_Dense/config.json": {"activation_function": "own_code.Own"},
+    "2_Router/router_config.json": {"types": {"query_0": "own_code.Own"}},
+    "2_Words/config.json": {"tokenizer_class": "own_code.Own"},
+}
+
+
+@pytest.mark.parametrize("file", EVIL)
+def test_a_text_folder_with_code_of_its_own_is_refused(tmp_path, file):
+    """Before anything of it is read: version 5 of the library would run it."""
+    folder = Path(make_text_folder(tmp_path / "bert"))
+    TextPairs(str(folder)).export(folder / "out")
+    (folder / "out" / file).parent.mkdir(exist_ok=True)
+    known = json.loads((folder / "out" / file).read_text()) if file == "modules.json" else None
+    (folder / "out" / file).write_text(json.dumps([*known, *EVIL[file]] if known else EVIL[file]))
+    with pytest.raises(OptionError, match=r"names 'own_code.Own', code that would run.*load the"):
+        TextPairs(str(folder / "out"))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Bert", 16), ("Roberta", 14)])
+def test_a_text_is_no_longer_than_the_places_that_are_known(tmp_path, kind, most):
+    """RoBERTa counts them from behind its padding."""
+    folder = make_text_folder(tmp_path / "bert", kind)
+    assert TextPairs(folder, max_length=most).max_length == most
+    assert TextPairs(folder).max_length <= most
+    with pytest.raises(OptionError, match=rf"at most {most}, .*got {most + 1}; set --max-length"):
+        TextPairs(folder, max_length=most + 1)
 
 
 def test_a_folder_without_a_text_encoder_is_told(tmp_path):
@@ -532,6 +605,63 @@ def test_weights_of_another_loss_image_size_or_length(tmp_path, then, now):
     for part, tower in ((again.net, model.net), (again.net.visual, model.net.visual)):
         means = [each.positional_embedding.mean() for each in (part, tower)]
         torch.testing.assert_close(*means, rtol=0.3, atol=0.01)
+
+
+def test_weights_of_an_image_tower_are_resized_too(tmp_path):
+    (tmp_path / "model.json").write_text(json.dumps(VIT))
+    config = str(tmp_path / "model.json")
+    tower = ImageText(config).net.visual.state_dict()
+    torch.save(tower, tmp_path / "tower.pt")
+    torch.save({f"visual.{name}": x for name, x in tower.items()}, tmp_path / "prefixed.pt")
+    for name in ("tower", "prefixed"):
+        model = ImageText(config, pretrained=str(tmp_path / f"{name}.pt"), force_image_size=64)
+        found = model.net.visual.state_dict()
+        assert len(found["positional_embedding"]) == 8 * 8 + 1
+        table = "positional_embedding"
+        assert torch.equal(found[table][0], tower[table][0])
+        assert found[table][1:].mean() == pytest.approx(float(tower[table][1:].mean()), abs=1e-2)
+        assert all(torch.equal(x, tower[name]) for name, x in found.items() if name != table)
+
+
+@pytest.mark.parametrize("kind", ["clip", "text", "simclr"])
+def test_exports_may_be_read_as_the_umask_says(tmp_path, kind):
+    """Libraries would let the owner of their weights alone read them."""
+    made = {
+        "clip": lambda: ImageText(TINY),
+        "text": lambda: TextPairs(make_text_folder(tmp_path / "bert")),
+        "simclr": lambda: TwoViews("test_vit", (8,)),
+    }[kind]()
+    before = os.umask(0o027)
+    try:
+        made.export(tmp_path / "out")
+    finally:
+        os.umask(before)
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
+
+
+def test_what_cannot_be_locked_is_told(tmp_path):
+    tower = {**VIT["vision_cfg"], "attentional_pool": True, "attn_pooler_heads": 2}
+    texts = {**VIT["text_cfg"], "embed_cls": True, "output_tokens": True}
+    more = {"vision_cfg": {**tower, "output_tokens": True}, "text_cfg": texts, "custom_text": True}
+    heads = {**VIT["text_cfg"], "attn_pooler_heads": 2}
+    (tmp_path / "coca.json").write_text(json.dumps({**VIT, **more, "multimodal_cfg": heads}))
+    with pytest.raises(OptionError, match=r"coca.json is a CoCa, whose image .*leave --lock-image"):
+        ImageText(str(tmp_path / "coca.json")).lock_image()
+
+
+def test_nothing_is_said_while_weights_are_loaded(tmp_path, capfd):
+    """Neither a bar of transformers nor a warning of open_clip."""
+    folder = make_text_folder(tmp_path / "bert")
+    capfd.readouterr()
+    TextPairs(folder)
+    config = json.loads(Path(TINY).read_text())
+    names = dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), folder)
+    config["text_cfg"] = {**names, "hf_proj_type": "linear", "context_length": 8}
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    ImageText(str(tmp_path / "model.json"))
+    assert capfd.readouterr() == ("", "")
+    assert need("transformers.utils.logging").is_progress_bar_enabled()
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext2"])

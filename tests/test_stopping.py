@@ -1,6 +1,8 @@
 """Runs that are told to stop: a checkpoint where they are, and what they end with."""
 
 import os
+import pty
+import select
 import shlex
 import signal
 import subprocess
@@ -20,7 +22,7 @@ from tilewise.train.setup import Ranks
 from tilewise.train.stepping import Stepper
 from tilewise.train.stopping import Stop
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,7 @@ def _listening():
     before = {number: signal.getsignal(number) for number in CODES}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -156,4 +159,23 @@ def test_a_signal_to_all_processes_leaves_those_that_load(tmp_path):
     assert process.returncode == 143, err
     assert "stopped by SIGTERM after step" in out
     assert not err
+    assert checkpoint.latest(tmp_path / "run/checkpoints") is not None
+
+
+def test_a_terminal_that_is_closed_takes_nothing_with_it(tmp_path):
+    """What is shown then goes nowhere, and what was trained is saved."""
+    path, log = tmp_path / "run.toml", tmp_path / "run/metrics.jsonl"
+    path.write_text(to_toml(config(tmp_path, steps=100_000)))
+    ours, theirs = pty.openpty()
+    code = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"  # its own terminal
+    command = [sys.executable, "-c", f"{code}; from tilewise.cli import run; run()", "train", path]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        while process.poll() is None and not (log.exists() and log.read_text()):
+            if select.select([ours], [], [], 0.05)[0]:
+                os.read(ours, 65536)
+        os.close(ours)
+        assert process.wait(timeout=60) == 129
     assert checkpoint.latest(tmp_path / "run/checkpoints") is not None

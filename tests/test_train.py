@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from tilewise.train.config import Config, OptimConfig
 from tilewise.train.configfile import from_tables
 from tilewise.train.logs import Log
 from tilewise.train.loop import Trainer
-from tilewise.train.optim import clip_gradients, lr_at, peak_lr
+from tilewise.train.optim import clip_gradients, lr_at, make_optimizer, peak_lr
 from tilewise.train.screen import Screen
 from tilewise.train.setup import Ranks
 from tilewise.train.stepping import Stepper
@@ -230,7 +231,7 @@ def test_a_run_goes_on_with_the_options_it_is_given(tmp_path, opt):
     fresh = Trainer(replace(now, run=replace(now.run, resume="", name="b")), ALONE)
     wanted = fresh.stepper.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    for name in ("weight_decay", "betas", "eps"):
+    for name in ("weight_decay", "betas", "eps", "momentum", "beta2_cap", "momentum_dtype"):
         assert [group.get(name) for group in groups] == [group.get(name) for group in wanted]
 
 
@@ -330,6 +331,15 @@ def test_the_weights_of_a_run_begin_another(tmp_path):
         assert ("net.logit_bias" in other.model.state_dict()) == (more["loss"] == "siglip")
         assert all(torch.equal(x, found[name]) for name, x in other.model.state_dict().items())
         other.run()
+
+
+def test_a_run_that_trains_other_kinds_of_weights_is_told(tmp_path):
+    """Of two locked towers a projection is left to train, and no weight without decay."""
+    locked = {"lock_image": True, "lock_text": True}
+    stopped(config(tmp_path, learn_temperature=False, **locked))
+    says = "other weights are trained .* 2 groups of them .* where it has 1; resume with its lock"
+    with pytest.raises(CheckpointError, match=says):
+        Trainer(config(tmp_path, resume="latest", **locked), ALONE)
 
 
 def test_weights_that_would_not_fit_are_not_advised(tmp_path):
@@ -510,16 +520,29 @@ def on_ranks(rank, made, world):
         (2, {}),
         (3, {}),
         (2, {"dist": "fsdp", "ema": 0.9, "retrieval": ["synthetic:9"], "eval_batch": 2}),
+        (2, {"dist": "fsdp", "opt": "adafactor"}),
     ],
     ids=str,
 )
 def test_ranks_train_as_one_does(tmp_path, world, how):
     # 25 pairs on 2 or 3 ranks: not the same number on each.
-    size = 24 if how else 25
-    alone = losses(train(config(tmp_path, name="alone", batch_size=size)))
+    size, opt = 24 if how else 25, how.get("opt", "adamw")
+    alone = losses(train(config(tmp_path, name="alone", batch_size=size, opt=opt)))
     made = config(tmp_path, name="ranks", batch_size=size, micro_batch=9 if not how else 12, **how)
     together = ranks.run(on_ranks, world, made, world)[0]
     torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=2e-4, atol=0)
+
+
+def warned(rank, made):
+    with warnings.catch_warnings(record=True) as caught:
+        train(made, Ranks(rank, 2, torch.device("cpu")))
+    return [str(each.message) for each in caught]
+
+
+def test_strides_of_gradients_are_no_news(tmp_path):
+    """PyTorch warns of those of convolutions, on every rank."""
+    for said in ranks.run(warned, 2, config(tmp_path, steps=1)):
+        assert not [each for each in said if "strides" in each]
 
 
 def resumed(rank, made):
@@ -528,14 +551,30 @@ def resumed(rank, made):
     return step, numbers["loss"]
 
 
-def test_one_process_and_shards_read_each_others_checkpoints(tmp_path):
-    more = {"ema": 0.5, "steps": 5}
+def saved_again(rank, made):
+    """A checkpoint of what was loaded from one, without a step between."""
+    trainer = Trainer(made, Ranks(rank, 2, torch.device("cpu")))
+    trainer._save(3)
+    trainer.close()
+
+
+@pytest.mark.parametrize("opt", ["adamw", "adafactor"])
+def test_one_process_and_shards_read_each_others_checkpoints(tmp_path, opt):
+    more = {"ema": 0.5, "steps": 5, "opt": opt}
     trainer = stopped(config(tmp_path, **more))
+    place = tmp_path / "run/checkpoints/step-00000003"
+    before = [load_file(place / f"{name}.safetensors") for name in ("model", "optimizer")]
     wanted = trainer.stepper.step(3, 5, next(trainer.batches.since(3)))["loss"]
     made = config(tmp_path, resume="latest", dist="fsdp", **more)
     for step, loss in ranks.run(resumed, 2, made):
         assert step == 4
         assert loss == pytest.approx(wanted, rel=1e-4)
+    ranks.run(saved_again, 2, made)
+    for name, held in zip(("model", "optimizer"), before, strict=True):
+        again = load_file(place / f"{name}.safetensors")
+        assert again.keys() == held.keys()
+        assert all(torch.equal(again[key].reshape(x.shape), x) for key, x in held.items())
+    assert Trainer(config(tmp_path, resume="latest", **more), ALONE).first_step == 3
 
 
 def not_stepped(rank, made):
@@ -609,7 +648,7 @@ def test_too_many_skipped_steps_stop_the_run(tmp_path):
     trainer = Trainer(config(tmp_path, max_skipped=1), ALONE)
     with torch.no_grad():
         trainer.model.net.visual.head.proj.weight.fill_(math.nan)
-    with pytest.raises(FiniteError, match="2 steps in a row"):
+    with pytest.raises(FiniteError, match="2 steps in a row were skipped, up to step 2: "):
         trainer.run()
 
 
@@ -622,6 +661,24 @@ def test_every_optimizer_changes_the_weights(tmp_path, opt):
         name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
     ]
     assert len(moved) > 0.9 * len(before)
+
+
+def test_adafactor_learns_at_the_learning_rate_of_adamw():
+    """Whatever the size of the weights: a bias that is 0 moves as far as others do."""
+    model = nn.Linear(32, 32)
+    with torch.no_grad():
+        model.bias.zero_()
+        model.weight.mul_(1e-3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, OptimConfig(opt="adafactor", lr=1e-2, wd=0.0, beta1=0.5))
+    for _ in range(8):
+        optimizer.zero_grad()
+        (model(torch.ones(4, 32)) - 3).square().sum().backward()
+        optimizer.step()
+    for name, p in model.named_parameters():
+        moved = float((p.detach() - before[name]).abs().mean())
+        assert moved == pytest.approx(7 * 1e-2, rel=0.2)  # the momentum begins at 0
+    assert {group["beta2_cap"] for group in optimizer.param_groups} == {0.98}
 
 
 def test_the_learning_rate_of_a_step():
@@ -658,11 +715,6 @@ def test_gradients_are_clipped_together(tmp_path):
     assert torch.stack(norms).norm() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_bias_begins_as_configured(tmp_path):
-    trainer = Trainer(config(tmp_path, loss="siglip", init_bias=-3.0), ALONE)
-    assert trainer.model.net.logit_bias == -3.0
-
-
 def test_patches_are_left_out_in_training(tmp_path):
     (tmp_path / "vit.json").write_text(json.dumps(VIT))
     made = config(tmp_path, model=str(tmp_path / "vit.json"), patch_dropout=0.5)
@@ -677,10 +729,17 @@ def test_patches_are_left_out_in_training(tmp_path):
     assert seen == [8 + 1, 16 + 1]  # the class token is never left out
 
 
-def test_siglip_has_a_bias_that_learns(tmp_path):
-    outcome = train(config(tmp_path, loss="siglip"))
-    assert weights(outcome)["net.logit_bias"] != -10.0
+@pytest.mark.parametrize("kind", ["clip", "text"])
+def test_siglip_has_a_bias_that_learns(tmp_path, kind):
+    more = {**text_data(tmp_path, negatives=False), "loss": "siglip"} if kind == "text" else {}
+    more = {"loss": "siglip", "init_bias": -3.0, "lr": 0.01, **more}
+    trainer = Trainer(config(tmp_path, **more), ALONE)
+    name = "logit_bias" if kind == "text" else "net.logit_bias"
+    assert trainer.model.state_dict()[name] == -3.0
+    outcome = trainer.run()
+    assert weights(outcome)[name] != -3.0
     assert all(map(math.isfinite, losses(outcome)))
+    assert train(config(tmp_path, resume="latest", **{**more, "steps": 6})).steps == 6
 
 
 def test_the_scale_is_clamped(tmp_path):
@@ -701,12 +760,13 @@ def test_bf16_trains(tmp_path):
     assert half[-1] < 0.9 * half[0]
 
 
-def text_data(tmp_path):
+def text_data(tmp_path, negatives=True):
     words = ["red", "green", "blue", "big", "small"]
     rows = [
         {"query": f"a {a} {b}", "positive": f"{b} thing", "negatives": [f"{a} a", "a a"]}
         for a in words for b in words
     ]  # fmt: skip
+    rows = rows if negatives else [{**row, "negatives": []} for row in rows]
     table = tmp_path / "pairs.jsonl"
     table.write_text("\n".join(map(json.dumps, rows)))
     folder = make_text_folder(tmp_path / "bert")
@@ -812,6 +872,18 @@ def test_a_fixed_temperature_stays(tmp_path):
         ({"kind": "text", "model": "nowhere", "retrieval": []}, OptionError, "local folder"),
         ({"zero_shot": ["synthetic:9"], "classes": "none.txt"}, OptionError, "none.txt"),
         ({"report_to": ["wandb"]}, OptionError, "pip install wandb"),
+        *(
+            ({**kind, **field}, OptionError, f"{next(iter(field))} belongs to .*; leave --")
+            for kind, field in [
+                (SIMCLR, {"patch_dropout": 0.5}),
+                (SIMCLR, {"max_length": 8}),
+                (SIMCLR, {"query_prefix": "a"}),
+                ({"kind": "text"}, {"image_size": 32}),
+                ({"kind": "text"}, {"projector": [8]}),
+                ({}, {"document_prefix": "a"}),
+                ({}, {"init_bias": -3.0}),
+            ]
+        ),
         ({"max_scale": 0.5}, OptionError, "max_scale must be at least 1, got 0.5"),
         ({"temperature": 2.0}, OptionError, "1 / max_scale = 0.01 to 1, got 2; or fix it"),
         ({"temperature": 0.1, "max_scale": 9.0}, OptionError, "max_scale = 0.111111 to 1"),

@@ -30,7 +30,7 @@ FREE_SHARE = 0.85  # of the processor; what matrix products get on an idle machi
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 if all is well, 1 if what it checks is not so, 2 if an option is wrong,
-    130 and 143 if it was stopped by SIGINT and SIGTERM.
+    129, 130 and 143 if it was stopped by SIGHUP, SIGINT and SIGTERM.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:

@@ -47,17 +47,22 @@ class Batch(NamedTuple):
     bad: Counter[str]  # damaged samples that others stand in for, by kind
 
 
-class _Chunks(Dataset[Batch]):
-    """Chunks by the position of their first sample and their size."""
+class _Chunks(Dataset["Batch | DataError"]):
+    """Chunks by the position of their first sample and their size; or what is wrong with the data,
+    which a worker would raise with all of its own traceback for a message.
+    """
 
     def __init__(self, source: Source, form: Form, order: Order) -> None:
         self.source, self.form, self.order = source, form, order
 
-    def __getitem__(self, where: tuple[int, int]) -> Batch:
+    def __getitem__(self, where: tuple[int, int]) -> Batch | DataError:
         first, size = where
         epochs, indices = self.order.at(np.arange(first, first + size))
         chances = uniforms(self.order.seed, epochs, indices, self.form.chances)
-        return load(self.source, self.form, indices, chances)
+        try:
+            return load(self.source, self.form, indices, chances)
+        except DataError as error:
+            return error
 
 
 def load(
@@ -186,7 +191,7 @@ class Batches:
         """The batches of this rank."""
         buffers = Buffers() if self.pin else None
         per_step = -(-self.local_size() // CHUNK)
-        loader: DataLoader[Batch] = DataLoader(
+        loader: DataLoader[Batch | DataError] = DataLoader(
             _Chunks(self.source, self.form, self.order),
             batch_size=None,
             collate_fn=_as_it_is,
@@ -198,7 +203,7 @@ class Batches:
         chunks = iter(loader)
 
         def following() -> Batch:
-            parts = [next(chunks) for _ in range(per_step)]
+            parts = [_sure(next(chunks)) for _ in range(per_step)]
             bad = sum((part.bad for part in parts), Counter[str]())
             ids = torch.cat([part.ids for part in parts])
             return Batch(join([part.inputs for part in parts], buffers), ids, bad)
@@ -210,6 +215,12 @@ class Batches:
                 coming = thread.submit(following)
                 self.bad.update(batch.bad)
                 yield batch
+
+
+def _sure(part: Batch | DataError) -> Batch:
+    if isinstance(part, DataError):
+        raise part
+    return part
 
 
 class _Places:

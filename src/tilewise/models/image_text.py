@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +20,16 @@ from tilewise.data.samples import Sample
 from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
-from tilewise.models.libraries import need
+from tilewise.models.libraries import need, quiet
 from tilewise.models.patches import multiply_patches
-from tilewise.models.weights import load_weights
+from tilewise.models.weights import load_weights, write_tensors
 
 CONFIGS = Path(__file__).parent / "configs"
 WEIGHTS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"  # as open_clip finds them
+OTHER_WEIGHTS = "open_clip_pytorch_model.bin"  # as open_clip finds them too
+# What a config may tell its tokenizer: anything else goes to transformers, which can be told to run
+# code that lies beside the tokenizer.
+TOKENIZER = ("additional_special_tokens", "clean", "language", "reduction_mask", "strip_sep_token")
 
 
 class ImageText(PairModel):
@@ -53,13 +57,12 @@ class ImageText(PairModel):
         open_clip = need("open_clip")
         self.name, self.options = name, options
         self.config, self.preprocess = _parts(told) if told else find_config(name)
-        known, own = _registered(self.config), Path(name) / WEIGHTS
-        if not pretrained and not told and own.is_file():
-            pretrained = str(own)
-        if told or pretrained == str(own):
+        known = _registered(self.config)
+        pretrained = pretrained or ("" if told else _own_weights(name))
+        if told or Path(pretrained).parent == Path(name):
             options = {"pretrained_text": False, **options}  # all of it is there
         length = options.get("force_context_length")
-        with _quiet(), _explained(name):
+        with quiet(), _explained(name):
             self.net = open_clip.create_model(
                 known, force_preprocess_cfg=self.preprocess, **options
             )
@@ -81,6 +84,11 @@ class ImageText(PairModel):
         """Leave the image tower as it is; a trained projection behind timm's trunk stays to
         train.
         """
+        if not hasattr(self.net, "lock_image_tower"):
+            raise OptionError(
+                f"{self.name} is a {type(self.net).__name__}, whose image tower open_clip does not "
+                "lock; leave --lock-image out, or take a CLIP"
+            )
         self.net.lock_image_tower(unlocked_groups=0, freeze_bn_stats=False)
         self.locked = True
         self.train(self.training)
@@ -215,23 +223,24 @@ class ImageText(PairModel):
 
     def export(self, folder: Path) -> None:
         """A folder for `open_clip.create_model("local-dir:" + folder)`."""
-        save = need("safetensors.torch")
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {
-            name: each.detach().cpu().contiguous() for name, each in self.net.state_dict().items()
-        }
         # FSDP2 takes no scalar parameters; open_clip's are.
         shapes = {"logit_scale": (), "logit_bias": ()}
         weights = {
             name: each.reshape(shapes[name]) if name in shapes else each
-            for name, each in weights.items()
+            for name, each in self.net.state_dict().items()
         }
-        save.save_file(weights, folder / WEIGHTS)
+        write_tensors(folder / WEIGHTS, weights)
         config = self._export_config()
         if "hf_model_name" in config["model_cfg"]["text_cfg"]:
             # open_clip asks transformers for the shape of the tower: here, from now on.
             self.net.text.config.save_pretrained(folder)
             _name_text_tower(config["model_cfg"], folder.resolve())
+            warnings.warn(
+                f"open_clip finds the text tower's shape by its path, {folder.resolve()}: after a "
+                f"move, write the new one to hf_model_name in {CONFIG}; tilewise needs no change",
+                stacklevel=2,
+            )
         (folder / CONFIG).write_text(json.dumps(config, indent=2))
         if hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(str(folder))
@@ -270,15 +279,15 @@ def find_config(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             if file.name == CONFIG and (path / "config.json").is_file():
                 _name_text_tower(config, path)  # it may have been moved
             return config, preprocess
-    found = open_clip.get_model_config(name)
-    if found is None:
-        names = [*open_clip.list_models(), *(each.stem for each in CONFIGS.glob("*.json"))]
+    names = open_clip.list_models()
+    if name not in names:  # of those it would read elsewhere, such as hf-hub:NAME, none is here
+        names += [each.stem for each in CONFIGS.glob("*.json")]
         near = ", ".join(difflib.get_close_matches(name, names, 3)) or "see open_clip.list_models()"
         raise OptionError(
-            f"model must be a config of open_clip or a JSON file of one, got {name!r}; "
-            f"near it: {near}"
+            "model must be a config of open_clip, a JSON file of one or a folder with one, got "
+            f"{name!r}; near it: {near}"
         )
-    return dict(found), {}
+    return _parts(open_clip.get_model_config(name))
 
 
 def check_unchanged(name: str, told: dict[str, Any], origin: Path) -> None:
@@ -310,7 +319,31 @@ def _flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 def _parts(read: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config, which may stand alone, and how pixels are taken."""
-    return dict(read.get("model_cfg", read)), dict(read.get("preprocess_cfg", {}))
+    config = dict(read.get("model_cfg", read))
+    told = config["text_cfg"].get("tokenizer_kwargs") or {}
+    unknown = sorted(set(told) - set(TOKENIZER))
+    if unknown:
+        raise OptionError(
+            f"tokenizer_kwargs of a config may hold {', '.join(TOKENIZER)}, got {unknown[0]!r}, by "
+            "which the config could run code; take it out, if you trust the rest"
+        )
+    return config, dict(read.get("preprocess_cfg", {}))
+
+
+def _own_weights(name: str) -> str:
+    """The file of weights in a folder of a config; empty if the name is of no such folder."""
+    folder = Path(name)
+    if not (folder / CONFIG).is_file():
+        return ""
+    found = [folder / each for each in (WEIGHTS, OTHER_WEIGHTS) if (folder / each).is_file()]
+    if not found:
+        there = ", ".join(sorted(each.name for each in folder.iterdir()))
+        raise OptionError(
+            f"{folder} must hold weights beside its config, as {WEIGHTS} or {OTHER_WEIGHTS}, got "
+            f"{there}; rename them, give their file as --pretrained, or name {folder / CONFIG} to "
+            "begin with random ones"
+        )
+    return str(found[0])
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -357,15 +390,3 @@ def _explained(name: str) -> Iterator[None]:
             f"open_clip makes no model of {name!r}: {type(error).__name__}: {error}; look at the "
             "config's keys, numbers and paths"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without open_clip's warning that weights are random: it does not see those that we load."""
-    root = logging.getLogger()
-    before = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        root.setLevel(before)

@@ -4,7 +4,10 @@ import importlib
 import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -55,3 +58,28 @@ def mend_torchvision() -> None:
         logging.getLogger(__name__).info(
             "torchvision is of another build than torch: used without its operators"
         )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what libraries say while they load: open_clip that weights are random, not seeing
+    those that we load; transformers a bar for its weights.
+    """
+    root, bars = logging.getLogger(), _bars()
+    before = root.level
+    root.setLevel(logging.ERROR)
+    shown = bars is not None and bars.is_progress_bar_enabled()
+    if shown:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        if shown:
+            bars.enable_progress_bar()
+
+
+def _bars() -> Any:
+    """Where transformers keeps whether it shows bars; None where it is not installed."""
+    found = importlib.util.find_spec("transformers") is not None
+    return need("transformers.utils.logging") if found else None

@@ -1,6 +1,9 @@
 """Queries with documents: any text encoder of sentence-transformers or Hugging Face."""
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,23 @@ from tilewise.data.samples import Sample
 from tilewise.data.views import View
 from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
-from tilewise.models.libraries import need
+from tilewise.models.libraries import need, quiet
 
 REMEDY = "pip install 'tilewise[text]'"
 NONE = "none"  # a prefix that is none, though the folder has one
+# Where a folder names classes to import, under which keys, and where those may come from.
+NAMING = ("modules.json", "router_config.json", "config.json")
+CLASSES = {
+    "type": "sentence_transformers.",
+    "types": "sentence_transformers.",
+    "tokenizer_class": "sentence_transformers.",
+    "activation_function": "torch.",
+}
 
 
 class TextPairs(PairModel):
     """One encoder for queries and documents: tokens -> rows (queries), cols (documents), negatives,
-    scale.
+    scale and, with one, bias.
 
     Args:
         folder: of sentence-transformers, or of a Hugging Face model, whose tokens are averaged
@@ -31,6 +42,7 @@ class TextPairs(PairModel):
         max_length: tokens of a text; 0 for what the model says.
         query_prefix: put before queries, as some models want it; document_prefix before documents;
             empty for the prompts that the folder tells of, if it does, "none" for none.
+        init_bias: to begin with, for a loss that has a bias; None for one that has none.
         told: what `facts` was of a model whose weights will be loaded into this one.
     """
 
@@ -41,6 +53,7 @@ class TextPairs(PairModel):
         max_length: int = 0,
         query_prefix: str = "",
         document_prefix: str = "",
+        init_bias: float | None = None,
         told: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -52,7 +65,13 @@ class TextPairs(PairModel):
         self.net: Any = _read_encoder(folder)
         self.net.float()  # weights in half precision cannot be trained by small steps
         self.tokenizer = self.net.tokenizer
-        self.max_length = max_length or int(self.net.max_seq_length or 512)
+        positions = _positions(self.net)
+        if max_length > positions:
+            raise OptionError(
+                f"max_length must be at most {positions}, the tokens that {folder} has places for, "
+                f"got {max_length}; set --max-length {positions}"
+            )
+        self.max_length = max_length or int(min(self.net.max_seq_length or 512, positions))
         given = {"query": query_prefix, "positive": document_prefix}
         own = {
             "query": self._prompt("query"),
@@ -64,6 +83,7 @@ class TextPairs(PairModel):
             for side, prefix in given.items()
         }
         self.logit_scale = nn.Parameter(torch.zeros(()))
+        self.logit_bias = None if init_bias is None else nn.Parameter(torch.tensor(init_bias))
 
     def _prompt(self, *names: str) -> str:
         """The first of these that the folder tells of, named as sentence-transformers does."""
@@ -82,6 +102,8 @@ class TextPairs(PairModel):
             "cols": self._embedded(tokens["positive_ids"], tokens["positive_mask"]),
             "scale": self.logit_scale.exp(),
         }
+        if self.logit_bias is not None:
+            out["bias"] = self.logit_bias
         if "negatives_ids" in tokens:
             ids, mask = tokens["negatives_ids"], tokens["negatives_mask"]
             flat = self._embedded(ids.flatten(0, 1), mask.flatten(0, 1))
@@ -146,6 +168,8 @@ class TextPairs(PairModel):
         self.net.prompts = {**self.net.prompts, **prompts}
         self.net.set_pooling_include_prompt(True)  # here a prefix is text like any other
         self.net.save(str(folder))
+        for file in folder.rglob("*.safetensors"):  # its library lets the owner alone read them
+            file.chmod((folder / "modules.json").stat().st_mode)
 
 
 def _read_encoder(folder: str) -> Any:
@@ -156,13 +180,54 @@ def _read_encoder(folder: str) -> Any:
             f"model must be a folder of a text encoder, and {folder!r} has neither modules.json "
             "(sentence-transformers) nor config.json (Hugging Face)"
         )
+    _check_classes(folder)
     try:
-        return library.SentenceTransformer(folder, device="cpu", local_files_only=True)
+        with quiet():
+            return library.SentenceTransformer(folder, device="cpu", local_files_only=True)
     except Exception as error:
         raise OptionError(
             f"model must be a folder of a text encoder, {folder!r} cannot be read as one: "
             f"{type(error).__name__}: {error}; copy it again, with its weights and tokenizer"
         ) from error
+
+
+def _positions(net: nn.Module) -> float:
+    """How many tokens it has learned places for; infinity where it knows them otherwise."""
+    tables = [
+        part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+        for name, part in net.named_modules()
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding)
+    ]
+    return min(tables, default=math.inf)
+
+
+def _check_classes(folder: str) -> None:
+    """Raise where a folder names classes that are not the library's: version 5 imports them
+    unasked, from the folder's own files too.
+    """
+    for file in sorted(each for each in Path(folder).rglob("*.json") if each.name in NAMING):
+        found: Any = None
+        with suppress(ValueError):  # what is no JSON the library does not read, either
+            found = json.loads(file.read_text("utf-8"))
+        for key, name in _classes(found):
+            if not name.startswith(CLASSES[key]):
+                raise OptionError(
+                    f"{file} names {name!r}, code that would run, and only classes of "
+                    f"{CLASSES[key].removesuffix('.')} may stand there; if you trust it, load the "
+                    "folder in Python and save the encoder inside as a Hugging Face folder"
+                )
+
+
+def _classes(found: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names that stand somewhere under one of the keys, with that key."""
+    if isinstance(found, dict):
+        for inner, value in found.items():
+            yield from _classes(value, inner if inner in CLASSES else key)
+    elif isinstance(found, list):
+        for value in found:
+            yield from _classes(value, key)
+    elif key and isinstance(found, str) and "." in found:
+        yield key, found
 
 
 def _prepare(sample: Sample, chances: NDArray[np.float64]) -> dict[str, Any]:

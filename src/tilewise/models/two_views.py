@@ -19,7 +19,7 @@ from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel, evaluating
 from tilewise.models.libraries import need
 from tilewise.models.patches import multiply_patches
-from tilewise.models.weights import load_strictly, read_pretrained
+from tilewise.models.weights import load_strictly, read_pretrained, write_tensors
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # as timm finds them
 
@@ -101,11 +101,7 @@ class TwoViews(PairModel):
         `timm.create_model(architecture, num_classes=0, checkpoint_path=file, **model_args)`.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {
-            name: each.detach().cpu().contiguous()
-            for name, each in self.backbone.state_dict().items()
-        }
-        need("safetensors.torch").save_file(weights, folder / WEIGHTS)
+        write_tensors(folder / WEIGHTS, self.backbone.state_dict())
         pixels = {key: self.backbone.default_cfg[key] for key in ("mean", "std")}
         size = [3, self.image_size, self.image_size]
         about = {

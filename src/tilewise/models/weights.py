@@ -33,6 +33,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): each for name, each in found.items()}
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """As safetensors, each with memory of its own, for those who may read new files here."""
+    apart = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; the library's file is its owner's alone
+    need("safetensors.torch").save_file(apart, path)
+    path.chmod(mode)
+
+
 # What our checkpoints call the library's model, and what they hold beside it.
 _OWN = {"net.": ("logit_scale",), "backbone.": ("logit_scale", "projector.")}
 
@@ -63,13 +72,16 @@ def load_weights(net: nn.Module, path: Path) -> set[str]:
     target = max(parts, key=lambda part: len(set(weights) & set(part.state_dict())))
     loaded = set(weights)
     if target is net:
-        weights = _fitted(net, weights)
+        weights = _resized(net, _fitted(net, weights))
+    elif target is parts[1]:
+        whole = _resized(net, {f"visual.{name}": each for name, each in weights.items()})
+        weights = {name.removeprefix("visual."): each for name, each in whole.items()}
     load_strictly(target, weights, path)
     return loaded
 
 
 def _fitted(net: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For another loss, which has a bias or has none, another image size or another length."""
+    """For another loss, which has a bias or has none."""
     known, weights = net.state_dict(), dict(weights)
     if "logit_bias" in known:
         weights.setdefault("logit_bias", known["logit_bias"])
@@ -77,6 +89,12 @@ def _fitted(net: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         weights.pop("logit_bias", None)
     for name in {"logit_scale", "logit_bias"} & set(weights) & set(known):
         weights[name] = weights[name].reshape(known[name].shape)
+    return weights
+
+
+def _resized(net: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For another image size or another length."""
+    known, weights = net.state_dict(), dict(weights)
     library = need("open_clip.model")
     for name, resize in {
         "visual.positional_embedding": library.resize_pos_embed,

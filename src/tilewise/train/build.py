@@ -47,6 +47,7 @@ def make_model(config: Config, told: dict[str, Any] | None = None) -> PairModel:
             max_length=model.max_length,
             query_prefix=model.query_prefix,
             document_prefix=model.document_prefix,
+            init_bias=loss.init_bias if loss.loss == "siglip" else None,
             told=told,
         )
     elif model.kind == "simclr":

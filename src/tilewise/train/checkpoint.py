@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tilewise.data.manifest import sha256_of
 from tilewise.errors import CheckpointError
 from tilewise.models.libraries import need
-from tilewise.models.weights import read_weights
+from tilewise.models.weights import read_weights, write_tensors
 from tilewise.train.setup import whole
 
 FORMAT = 1
@@ -86,6 +86,7 @@ def ema_state(average: dict[str, Tensor]) -> dict[str, Tensor]:
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, found: Snapshot) -> None:
     """Load a snapshot into both, on all ranks; each has read it."""
     _check_fits(model, found)
+    _check_groups(optimizer, found)
     shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     weights: Any = {name: _as_here(x, shapes[name]) for name, x in found.model.items()}
     full_state.set_model_state_dict(model, weights, options=_FULL)
@@ -116,6 +117,17 @@ def _check_fits(model: nn.Module, found: Snapshot) -> None:
             f"the checkpoint is of another model: {len(wrong)} weights differ, such as {wrong[0]} "
             f"({got.get(wrong[0], 'no')} numbers, want {own.get(wrong[0], 'none')}); resume with "
             "the configuration of its run"
+        )
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, found: Snapshot) -> None:
+    """Weights with decay, weights without, or both: locking a tower may leave out one of them."""
+    then, now = len(found.optimizer["param_groups"]), len(optimizer.param_groups)
+    if then != now:
+        raise CheckpointError(
+            f"other weights are trained than in the checkpoint, {now} groups of them (with decay, "
+            f"without), where it has {then}; resume with its lock_image, lock_text and "
+            "learn_temperature, or begin a run of its own with its weights as --pretrained"
         )
 
 
@@ -234,12 +246,6 @@ def _joined(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
         weight, name = key.rsplit("/", 1)
         state[weight][name] = tensor
     return {"state": state, "param_groups": rest["param_groups"]}
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """As safetensors, each with memory of its own."""
-    apart = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    need("safetensors.torch").save_file(apart, path)
 
 
 def _sync(path: Path) -> None:

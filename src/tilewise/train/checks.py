@@ -6,9 +6,18 @@ import torch
 from torch import nn
 
 from tilewise.errors import OptionError
-from tilewise.train.config import Config, LossConfig
+from tilewise.train.config import Config, LossConfig, ModelConfig
 from tilewise.train.setup import Ranks
 
+# Fields of [model] that mean nothing to other kinds of model.
+KINDS = {
+    "patch_dropout": ("clip",),
+    "query_prefix": ("text",),
+    "document_prefix": ("text",),
+    "projector": ("simclr",),
+    "max_length": ("clip", "text"),
+    "image_size": ("clip", "simclr"),
+}
 TORCH_FLOOR = (2, 10)  # earlier ones can be made to run code by a file of weights
 
 
@@ -27,6 +36,25 @@ def check_alike(rows: int, cols: int) -> None:
     """Features of both sides are compared with each other."""
     if rows != cols:
         raise ValueError(f"rows come out with {rows} features, columns with {cols}")
+
+
+def check_fields(config: Config) -> None:
+    """Nothing is asked for that the model or the loss has not; runs from before that was checked
+    can still be evaluated.
+    """
+    model, loss = config.model, config.loss
+    for name, kinds in KINDS.items():
+        value, default = getattr(model, name), getattr(ModelConfig, name)
+        if model.kind not in kinds and value != default:
+            raise OptionError(
+                f"{name} belongs to kind = {' and '.join(map(repr, kinds))}, got {value!r} with "
+                f"kind = {model.kind!r}; leave --{name.replace('_', '-')} out"
+            )
+    if loss.loss != "siglip" and loss.init_bias != LossConfig.init_bias:
+        raise OptionError(
+            f"init_bias belongs to loss = 'siglip', got {loss.init_bias} with loss = "
+            f"{loss.loss!r}, which has no bias; leave --init-bias out"
+        )
 
 
 def check_temperature(loss: LossConfig) -> None:

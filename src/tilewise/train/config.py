@@ -208,7 +208,7 @@ class OptimConfig:
     """How weights change."""
 
     opt: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
-    """AdamW and AdaFactor of PyTorch, Lion and LAMB of timm."""
+    """AdamW; AdaFactor with a momentum ("Scaling Vision Transformers"); Lion; LAMB."""
     lr: float = 1e-3
     """Largest learning rate, reached after the warm-up; meant for a batch of lr_batch."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -222,9 +222,10 @@ class OptimConfig:
     wd: float = 0.2
     """Weight decay of matrices; vectors and scales have none."""
     beta1: float = 0.9
-    """Decay of the gradient's average (not of AdaFactor)."""
+    """Decay of the gradient's average; AdaFactor: of the update's."""
     beta2: float = 0.98
-    """Decay of the squared gradient's average; Lion: of its momentum (not of AdaFactor)."""
+    """Decay of the squared gradient's average; Lion: of its momentum; AdaFactor: the largest that
+    its decay grows to."""
     eps: float = 1e-6
     """Added to the denominator of an update (AdamW, LAMB)."""
     grad_clip_norm: float = 1.0
@@ -309,7 +310,8 @@ class RunConfig:
     name: str = ""
     """Name of the run folder; by default the model and the time."""
     resume: str = ""
-    """Go on from a checkpoint folder, or from latest: the newest one of the run of this name."""
+    """Go on from a checkpoint folder, from the newest one of a run's folder, or from latest: the
+    newest one of the run of this name."""
     save_every: int = 0
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
@@ -333,9 +335,9 @@ class RunConfig:
             f"got {self.save_every}, {self.eval_every}",
         )
         _check(
-            "/" not in self.name and self.name not in (".", ".."),
-            f"name must be the name of a folder, not a path, got {self.name!r}; "
-            "set runs for the place",
+            "/" not in self.name and self.name not in (".", "..") and self.name.isprintable(),
+            "name must be the name of a folder, not a path and without control characters, got "
+            f"{self.name!r}; set runs for the place",
         )
 
 
@@ -371,10 +373,6 @@ class Config:
             not seen.feature_cache or not any(changing),
             "features are cached of images as they are; set crop_scale = 1, jitter, grayscale and "
             "blur to 0, flip = false, or leave feature_cache out",
-        )
-        _check(
-            self.run.dist == "ddp" or self.optim.opt != "adafactor",
-            "PyTorch's AdaFactor does not take sharded weights; set dist = 'ddp', or another opt",
         )
         _check(
             not self.model.pretrained or kind != "text",

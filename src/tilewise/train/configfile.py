@@ -23,6 +23,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# What others call a field, where neither its name nor its sentence is near.
+ALIASES = {
+    "accum_freq": "micro_batch",
+    "save_frequency": "save_every",
+    "val_frequency": "eval_every",
+    "zeroshot_frequency": "eval_every",
+    "val_data": "retrieval",
+    "imagenet_val": "zero_shot",
+    "force_image_size": "image_size",
+    "logs": "runs",
+    "bf16": "precision",
+    "fp16": "precision",
+}
 RECIPES = resources.files("tilewise") / "recipes"
 
 
@@ -134,10 +147,13 @@ def to_toml(config: Config) -> str:
 
 
 def _written(value: Any) -> str:
-    """JSON's strings, numbers, truth values and lists are TOML's as well."""
+    """JSON's strings, numbers, truth values and lists are TOML's as well, but for one character
+    that TOML has escaped.
+    """
     if value == float("inf"):
         return "inf"
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")
 
 
 def with_flags(config: Config, flags: Sequence[str], *, prog: str) -> Config:
@@ -169,14 +185,24 @@ def _unknown(given: str, prog: str) -> str:
         return f"{given!r} is not the value of a flag; {hint}"
     sentences = _sentences()
     name = given.lstrip("-").split("=")[0].replace("-", "_")
+    if name in ALIASES:
+        field = ALIASES[name]
+        flag = "--" + field.replace("_", "-")
+        return f"there is no flag {given}; here it is {flag}: {' '.join(sentences[field].split())}"
     words = name.replace("_", " ").lower()
     told = [
         field
         for field, sentence in sentences.items()
         if len(words) >= 3 and words in sentence.lower()  # fewer letters are in any sentence
     ]
-    near = [*difflib.get_close_matches(name, sentences, 3, 0.7), *told][:3]
-    flags = ", ".join("--" + field.replace("_", "-") for field in dict.fromkeys(near))
+    begun = [
+        field
+        for field in sentences
+        if min(len(name), len(field)) >= 3 and (field.startswith(name) or name.startswith(field))
+    ]
+    near = [*difflib.get_close_matches(name, sentences, 3, 0.7), *begun, *told]
+    near = list(dict.fromkeys(near))[:3]
+    flags = ", ".join("--" + field.replace("_", "-") for field in near)
     return f"there is no flag {given}; {f'near it: {flags}' if near else f'see {prog} --help'}"
 
 

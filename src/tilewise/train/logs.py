@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import platform
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -12,9 +13,10 @@ import torch
 
 import tilewise
 from tilewise import measure
+from tilewise.errors import OptionError
 from tilewise.models.libraries import EXTRA, need
 
-METRICS = "metrics.jsonl"
+METRICS, WANDB_ID = "metrics.jsonl", ".wandb-id"
 
 
 def versions() -> dict[str, str]:
@@ -69,12 +71,19 @@ class Log:
             self.writers.append(_Wandb(folder, about or {}))
 
     def add(self, step: int, **numbers: float) -> None:
-        """A line of them."""
-        if self.folder is None:
+        """A line of them, if there are any."""
+        if self.folder is None or not numbers:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        with (self.folder / METRICS).open("a") as file:
-            file.write(json.dumps({"step": step, "time": now, **numbers}) + "\n")
+        path = self.folder / METRICS
+        try:
+            with path.open("a") as file:
+                file.write(_line({"step": step, "time": now, **numbers}))
+        except OSError as error:
+            raise OptionError(
+                f"{path} could not be written at step {step}: {error.strerror}; make room, then go "
+                "on from the last checkpoint with --resume latest"
+            ) from error
         for writer in self.writers:
             writer.add(step, numbers)
 
@@ -92,6 +101,15 @@ class Log:
             writer.close()
 
 
+def _line(row: dict[str, Any]) -> str:
+    """As JSON, which has no number for what is not finite."""
+    known = {
+        name: None if isinstance(x, float) and not math.isfinite(x) else x
+        for name, x in row.items()
+    }
+    return json.dumps(known) + "\n"
+
+
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """But for one that was cut off when a run was killed."""
     for line in path.read_text().splitlines():
@@ -104,7 +122,7 @@ def forget_after(folder: Path, step: int) -> None:
     path = folder / METRICS
     kept, left = list[str](), list[str]()
     for row in _whole_lines(path):
-        (left if row["step"] > step else kept).append(json.dumps(row) + "\n")
+        (left if row["step"] > step else kept).append(_line(row))
     if left:
         with path.with_name(f".{METRICS}.left").open("a") as aside:
             aside.writelines(left)
@@ -129,10 +147,22 @@ class _TensorBoard:
 
 
 class _Wandb:
+    """A run there for a run here: its id is kept in the folder, for those that go on."""
+
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        self.run = need("wandb").init(
-            project="tilewise", name=folder.name, dir=folder, config=about
-        )
+        known = folder / WANDB_ID
+        own = known.read_text() if known.exists() else None
+        try:
+            self.run = need("wandb").init(
+                project="tilewise", name=folder.name, dir=folder, config=about, id=own,
+                resume="allow",
+            )  # fmt: skip
+        except Exception as error:  # of the network, of who is logged in: its own, and others'
+            raise OptionError(
+                f"wandb begins no run: {error}; log in with `wandb login`, set WANDB_MODE=offline, "
+                "or leave wandb out of --report-to"
+            ) from error
+        known.write_text(self.run.id)
 
     def add(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log(numbers, step=step)

@@ -1,6 +1,5 @@
 """Training: steps, and between them evaluation, checkpoints and records."""
 
-import math
 import shlex
 import signal
 import time
@@ -28,7 +27,13 @@ from tilewise.models.base import PairModel, evaluating
 from tilewise.train import checkpoint, logs, runfolder
 from tilewise.train.build import make_model, model_of, train_view
 from tilewise.train.checkpoint import Snapshot
-from tilewise.train.checks import check_alike, check_norms, check_ranks, check_temperature
+from tilewise.train.checks import (
+    check_alike,
+    check_fields,
+    check_norms,
+    check_ranks,
+    check_temperature,
+)
 from tilewise.train.config import Config
 from tilewise.train.objective import check_negatives
 from tilewise.train.resuming import find, resume
@@ -72,8 +77,9 @@ class Trainer:
         # What can be wrong is found before anything is written.
         data = config.data
         loading = (data.workers, data.index_folder)
-        self.suite = Suite(config.eval, *loading, ranks, self._part)
+        self.suite = Suite(config.eval, *loading, ranks, self._part, self.screen.say)
         source = open_source(data.train_data, index_folder=data.index_folder or None)
+        check_fields(config)
         check_temperature(config.loss)
         check_ranks(config, ranks)
         ranks.ask_first(lambda: logs.check_reporters(config.run.report_to))
@@ -92,7 +98,7 @@ class Trainer:
         """
         config, ranks, data = self.config, self.ranks, self.config.data
         ranks.ask_first(self._hold_former)
-        shot = find(config, ranks, self.screen.say)
+        shot = find(config, ranks, self.screen.say, num_samples=len(source))
         self.model: PairModel = self._made(shot).to(ranks.device)
         self.suite.check(self.model)
         check_norms(config, self.model)
@@ -183,8 +189,14 @@ class Trainer:
         if ranks.is_first:
             runfolder.describe(self.folder, self.config, step=self.first_step)
             runfolder.describe_machine(self.folder, ranks.device, ranks.world)
-        log_folder, about = self.folder if ranks.is_first else None, asdict(self.config)
-        self.log = logs.Log(log_folder, run.report_to, since=self.first_step, about=about)
+        ranks.ask_first(self._open_log)
+
+    def _open_log(self) -> None:
+        """On the first rank."""
+        about = asdict(self.config)
+        self.log = logs.Log(
+            self.folder, self.config.run.report_to, since=self.first_step, about=about
+        )
 
     def _made(self, shot: Snapshot | None) -> PairModel:
         """The model, as the run begins or goes on: features of a locked tower depend on it."""
@@ -331,18 +343,18 @@ class Trainer:
             raise Stopped(self.stop.heard, f"while {what}")
 
     def _save(self, step: int) -> None:
-        save(self.stepper, self.folder / "checkpoints", step)
+        num_samples = len(self.source)
+        save(self.stepper, self.folder / "checkpoints", step, num_samples=num_samples)
         self.saved = step
 
     def _draw(self, metrics: dict[str, float]) -> None:
         rows = self.log.rows()
-        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        losses = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+        path = self.folder / "loss.png"
         plots.plot_curves(
-            self.folder / "loss.png", {"loss": losses}, title="training loss", ylabel="loss"
+            path, {"loss": _curve(rows, "loss")}, title="training loss", ylabel="loss"
         )
         recalls = {
-            name: [(row["step"], row[name]) for row in rows if name in row]
+            name: _curve(rows, name)
             for name in metrics
             if name.endswith(("_R@1", "_R@10", "/R@1", "/R@10"))
         }
@@ -360,3 +372,8 @@ class Trainer:
         if self.batches.bad:
             self.screen.say(f"damaged samples that others stood in for: {dict(self.batches.bad)}")
         self.screen.say(f"saved to {self.folder}: checkpoints, metrics.json, metrics.jsonl, *.png")
+
+
+def _curve(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """A number by step, where there is one: what was not finite is None in the log."""
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]

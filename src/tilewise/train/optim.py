@@ -29,28 +29,39 @@ def groups_of(model: nn.Module, wd: float) -> list[dict[str, Any]]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW and AdaFactor of PyTorch; Lion and LAMB of timm."""
+    """AdamW of PyTorch; Lion, LAMB and AdaFactor of timm."""
     groups, betas = groups_of(model, config.wd), (config.beta1, config.beta2)
     if config.opt == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    if config.opt == "adafactor":
-        return torch.optim.Adafactor(groups, lr=config.lr)
     library = need("timm.optim")
     if config.opt == "lion":
         found: torch.optim.Optimizer = library.Lion(groups, lr=config.lr, betas=betas)
+    elif config.opt == "adafactor":
+        # As "Scaling Vision Transformers" has it, with a momentum, in half precision, and learning
+        # rates like AdamW's: PyTorch's multiplies them by the size of each weight.
+        found = library.AdafactorBigVision(
+            groups, lr=config.lr, momentum=config.beta1, beta2_cap=config.beta2,
+            clipping_threshold=1.0,
+        )  # fmt: skip
+        found.register_state_dict_post_hook(_drop_types)
     else:
         # Clipping of the whole gradient is ours.
         found = library.Lamb(groups, lr=config.lr, betas=betas, eps=config.eps, max_grad_norm=None)
     return found
 
 
+def _drop_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Of options, which PyTorch does not gather and JSON does not hold; `set_options` has them."""
+    for group in state["param_groups"]:
+        for name in [name for name, x in group.items() if isinstance(x, torch.dtype)]:
+            del group[name]
+
+
 def set_options(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> None:
     """As configured now, not as when the run began that its state was loaded from."""
-    made = groups_of(model, config.wd)  # in the order that the optimizer has them
-    for group, new in zip(optimizer.param_groups, made, strict=True):
-        group["weight_decay"] = new["weight_decay"]
-        # Loading leaves the defaults alone: what the optimizer was made with.
-        group.update((name, optimizer.defaults[name]) for name in ("betas", "eps") if name in group)
+    fresh = make_optimizer(model, config).param_groups  # in the order that the optimizer has them
+    for group, new in zip(optimizer.param_groups, fresh, strict=True):
+        group.update((name, x) for name, x in new.items() if name != "params")
 
 
 def peak_lr(config: OptimConfig, batch_size: int) -> float:

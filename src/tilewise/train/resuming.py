@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewise.errors import OptionError
 from tilewise.models.image_text import check_unchanged
-from tilewise.train import checkpoint, logs
+from tilewise.train import checkpoint, logs, runfolder
 from tilewise.train.checkpoint import Snapshot
 from tilewise.train.config import Config
 from tilewise.train.setup import Ranks
@@ -30,15 +30,20 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def find(config: Config, ranks: Ranks, say: Say) -> Snapshot | None:
-    """The checkpoint to go on from, alike on all ranks, if it is of such a run."""
+def find(config: Config, ranks: Ranks, say: Say, *, num_samples: int) -> Snapshot | None:
+    """The checkpoint to go on from, alike on all ranks, if it is of such a run.
+
+    num_samples: of the data that it goes on with.
+    """
     run = config.run
     if not run.resume:
         return None
-    folder, latest = Path(run.runs) / run.name, run.resume == "latest"  # which needs a name
+    # "latest" needs a name; a run's folder stands for its latest, too.
+    folder = Path(run.runs) / run.name if run.resume == "latest" else Path(run.resume)
 
     def named() -> Path | None:
-        return checkpoint.latest(folder / "checkpoints", say) if latest else Path(run.resume)
+        of_a_run = run.resume == "latest" or runfolder.is_run(folder)
+        return checkpoint.latest(folder / "checkpoints", say) if of_a_run else folder
 
     found: Path | None = ranks.ask_first(named)
     if found is None:
@@ -46,6 +51,8 @@ def find(config: Config, ranks: Ranks, say: Say) -> Snapshot | None:
         return None
     shot = checkpoint.load(found)
     changed = _changes(config, shot.about.get("config", {}))
+    if shot.about.get("num_samples", num_samples) != num_samples:
+        changed["data.num_samples"] = (shot.about["num_samples"], num_samples)
     _check_same(config, changed, found)
     check_unchanged(config.model.model, shot.about.get("model", {}), found)
     _tell(changed, found, say)

@@ -46,11 +46,17 @@ def _named(run: RunConfig) -> Path:
     return Path(run.runs) / (run.name or _run_of(run))
 
 
+def is_run(folder: Path) -> bool:
+    """Whether it is the folder of a run that has begun."""
+    return (folder / "checkpoints").is_dir()
+
+
 def _run_of(run: RunConfig) -> str:
-    """The name of the run that a checkpoint is of, if that is one of these."""
-    name = Path(os.path.abspath(run.resume)).parent.parent.name
-    own = Path(run.runs) / name / "checkpoints"
-    if not name or own.resolve() != Path(run.resume).resolve().parent:
+    """The name of the run that a checkpoint is of, or that was named, if that is one of these."""
+    given = Path(os.path.abspath(run.resume))
+    place = given / "checkpoints" if is_run(given) else given.parent
+    name = place.parent.name
+    if not name or (Path(run.runs) / name / "checkpoints").resolve() != place.resolve():
         raise OptionError(
             f"the checkpoint {run.resume} is of no run in {run.runs}; give --name for the folder "
             "to go on in"

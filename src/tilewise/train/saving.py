@@ -9,8 +9,11 @@ from tilewise.train import checkpoint, logs
 from tilewise.train.stepping import Stepper
 
 
-def save(stepper: Stepper, folder: Path, step: int) -> None:
-    """A checkpoint in the folder; or an error on all ranks, whichever failed, and nothing left."""
+def save(stepper: Stepper, folder: Path, step: int, *, num_samples: int) -> None:
+    """A checkpoint in the folder; or an error on all ranks, whichever failed, and nothing left.
+
+    num_samples: of the data that the run trains on.
+    """
     ranks, config, pool = stepper.ranks, stepper.config, stepper.objective.pool_state()
     shot = checkpoint.collect(stepper.model, stepper.optimizer)
     if stepper.ema is not None:
@@ -23,7 +26,7 @@ def save(stepper: Stepper, folder: Path, step: int) -> None:
 
     def rest() -> None:
         shot.step, shot.samples = step, step * config.step.batch_size
-        about = {"config": asdict(config), "stepper": stepper.state()}
+        about = {"config": asdict(config), "stepper": stepper.state(), "num_samples": num_samples}
         shot.about = {"versions": logs.versions(), "model": stepper.model.facts(), **about}
         checkpoint.save(draft, shot)
         checkpoint.prune(folder, config.run.keep_checkpoints)

@@ -4,6 +4,7 @@ import datetime
 import inspect
 import os
 import subprocess
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,8 @@ def spread(model: nn.Module, ranks: Ranks, how: str) -> nn.Module:
     if how == "ddp":
         ddp = nn.parallel.DistributedDataParallel
         ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+        # Of convolutions, whose gradient is as it should be, whatever its strides.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         # Not before every forward: ranks may have different numbers of micro-batches.
         newer = "forward_sync_buffers" in inspect.signature(ddp).parameters
         never: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}

@@ -159,7 +159,7 @@ class Stepper:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self.config.optim.max_skipped:
             raise FiniteError(
-                f"{self.skipped_in_a_row} steps in a row were skipped, up to {step}: {why}"
+                f"{self.skipped_in_a_row} steps in a row were skipped, up to step {step + 1}: {why}"
             )
         return {"loss": self._mean(loss)}
 

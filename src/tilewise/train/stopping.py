@@ -1,5 +1,6 @@
 """How a run is told to stop: by a signal, which it follows where nothing is lost."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -7,7 +8,8 @@ from typing import Any
 
 from tilewise.train.setup import Ranks
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Windows has no SIGHUP: that of a terminal that is closed.
+SIGNALS = tuple(each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP"))
 
 
 class Stopped(KeyboardInterrupt):
@@ -16,6 +18,17 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int, when: str) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} {when}")
         self.code = 128 + number
+
+
+def _leave_terminal() -> None:
+    """Let what is written go nowhere where a terminal was closed: it would be an error."""
+    for output in (1, 2):
+        try:
+            os.write(output, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output)
+            os.close(nowhere)
 
 
 class Stop:
@@ -48,6 +61,7 @@ class Stop:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._restore()
+        _leave_terminal()
         if not self.begun:
             raise Stopped(number, "before its first step: nothing was trained or saved")
         self.own = number
