@@ -11,7 +11,7 @@ from torch import nn
 from tilewise.errors import CheckpointError
 from tilewise.train import checkpoint
 from tilewise.train.config import OptimConfig
-from tilewise.train.optim import make_optimizer
+from tilewise.train.optim import make_optimizer, set_options
 
 
 def shot(step, seed=0):
@@ -203,7 +203,19 @@ def test_one_that_is_killed_while_it_removes_leaves_no_half(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-@pytest.mark.parametrize("opt", ["adamw", "lamb"])
+def test_an_optimizer_of_another_kind_is_told():
+    """PyTorch's AdaFactor was once meant by `opt`."""
+    model = nn.Linear(32, 32)
+    former = torch.optim.Adafactor([{"params": [model.weight]}, {"params": [model.bias]}])
+    model(torch.ones(1, 32)).sum().backward()
+    former.step()
+    found = checkpoint.collect(model, former)
+    now = make_optimizer(model, OptimConfig(opt="adafactor"))
+    with pytest.raises(CheckpointError, match="of another optimizer, which has 'beta2_decay'"):
+        checkpoint.restore(model, now, found)
+
+
+@pytest.mark.parametrize("opt", ["adamw", "adafactor", "lion", "lamb"])
 def test_an_optimizer_that_has_taken_no_step_has_no_state(tmp_path, opt):
     """Neither by what is saved of it nor by what is loaded: PyTorch makes one up."""
     model = nn.Linear(3, 2)
@@ -212,6 +224,7 @@ def test_an_optimizer_that_has_taken_no_step_has_no_state(tmp_path, opt):
     found = checkpoint.collect(model, optimizer)
     assert not found.optimizer["state"]
     checkpoint.restore(model, optimizer, found)
+    set_options(optimizer, model, OptimConfig(opt=opt))
     assert not optimizer.state
     assert [set(group) for group in optimizer.param_groups] == [set(group) for group in known]
 

@@ -100,6 +100,12 @@ def test_before_the_first_step_nothing_is_saved(tmp_path, monkeypatch, capsys, n
     assert not (tmp_path / "run").exists()
 
 
+def test_a_terminal_that_is_closed_may_say_so_twice(tmp_path, monkeypatch, capsys):
+    signalled(monkeypatch, Stepper, "step", second_step, signal.SIGHUP, signal.SIGHUP)
+    assert command(tmp_path) == 129
+    assert checkpoint.latest(tmp_path / "run/checkpoints").name == "step-00000002"
+
+
 def test_a_second_interrupt_acts_at_once(tmp_path, monkeypatch, capsys):
     signalled(monkeypatch, Stepper, "step", second_step, signal.SIGINT, signal.SIGINT)
     assert command(tmp_path) == 130

@@ -344,8 +344,17 @@ def test_rows_of_one_query_are_one_thing(tmp_path):
         {"query": "t", "positive": "e"},
         {"query": "t", "positive": "f"},
     ]
-    a, d, q, e = map(text_id, "adqe")
-    assert ids_of(jsonl(tmp_path / "a.jsonl", rows)) == [a, a, 7, d, d, a, q, e, e, e]
+    a, d, q, e, f = map(text_id, "adqef")
+    assert ids_of(jsonl(tmp_path / "a.jsonl", rows)) == [a, a, 7, d, d, a, q, e, e, f]
+
+
+def test_ids_of_queries_do_not_depend_on_the_order_of_rows(tmp_path):
+    rows = [{"query": "q", "positive": "a"}, {"query": "q", "positive": "b"},
+            {"query": "r", "positive": "b"}, {"query": "q", "positive": "c"}]  # fmt: skip
+    a, b, c = map(text_id, "abc")
+    for order, first in (([0, 1, 2, 3], a), ([1, 0, 2, 3], a), ([1, 2, 3, 0], c)):
+        found = ids_of(jsonl(tmp_path / "a.jsonl", [rows[k] for k in order]))
+        assert [found[order.index(k)] for k in range(4)] == [first, b, b, first]
 
 
 def test_an_empty_caption_among_others_is_left_out(tmp_path):

@@ -165,15 +165,18 @@ class _Ids:
     def shared(self) -> NDArray[np.int64]:
         """(n,): a row has the id of the first row with its image or query."""
         ids, things = (np.frombuffer(each, np.int64) for each in (self.ids, self.things))
-        _, first, thing = np.unique(things, return_index=True, return_inverse=True)
-        same = first[thing]
+        _, thing = np.unique(things, return_inverse=True)
         # A positive of several queries must not become a negative of some of them.
         _, group = np.unique(ids, return_inverse=True)
         low, high = np.full(len(ids), len(ids)), np.zeros(len(ids), np.int64)
-        np.minimum.at(low, group, same)
-        np.maximum.at(high, group, same)
+        np.minimum.at(low, group, thing)
+        np.maximum.at(high, group, thing)
         torn = (low < high)[group] & np.frombuffer(self.asked, np.bool_)
-        return np.where(torn, ids, ids[same])
+        # Nor must its id become that of all that one of them asks for: it says nothing of these.
+        own = np.flatnonzero(~torn)
+        first = np.zeros(len(ids), np.int64)
+        first[thing[own][::-1]] = own[::-1]
+        return np.where(torn, ids, ids[first[thing]])
 
 
 class _Names:

@@ -98,7 +98,7 @@ def _things(
                 has = ", ".join(sorted(sample))
                 raise DataError(f"want image and text, got {has}", "fields")
         except DataError as error:
-            damaged[index] = error
+            damaged[index] = error.with_traceback(None)  # which would hold images
             continue
         if sample["id"] not in used:
             used.add(sample["id"])

@@ -320,7 +320,7 @@ def _flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 def _parts(read: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config, which may stand alone, and how pixels are taken."""
     config = dict(read.get("model_cfg", read))
-    told = config["text_cfg"].get("tokenizer_kwargs") or {}
+    told = (config.get("text_cfg") or {}).get("tokenizer_kwargs") or {}
     unknown = sorted(set(told) - set(TOKENIZER))
     if unknown:
         raise OptionError(

@@ -62,7 +62,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     _forget(optimizer, before, groups)
     if not before:
         told = zip(moments.get("param_groups", []), groups, strict=False)  # the first rank's
-        kept = [{name: group[name] for name in names} for group, names in told]
+        kept = [{name: group[name] for name in names if name in group} for group, names in told]
         moments = {"state": {}, "param_groups": kept}
     return Snapshot(model=dict(weights), optimizer=dict(moments))
 
@@ -121,8 +121,19 @@ def _check_fits(model: nn.Module, found: Snapshot) -> None:
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, found: Snapshot) -> None:
-    """Weights with decay, weights without, or both: locking a tower may leave out one of them."""
-    then, now = len(found.optimizer["param_groups"]), len(optimizer.param_groups)
+    """Weights with decay, weights without, or both: locking a tower may leave out one of them.
+
+    And of the same optimizer, by its options: `opt` may have meant another one.
+    """
+    loaded = found.optimizer["param_groups"]
+    then, now = len(loaded), len(optimizer.param_groups)
+    unknown = {name for group in loaded for name in group}.difference(*optimizer.param_groups)
+    unknown.discard("step")  # which timm's count there once they have taken one
+    if unknown and then == now:
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer, which has {sorted(unknown)[0]!r} among its "
+            "options; begin a run of its own with its weights as --pretrained"
+        )
     if then != now:
         raise CheckpointError(
             f"other weights are trained than in the checkpoint, {now} groups of them (with decay, "

@@ -35,7 +35,7 @@ class Stop:
     """Listens for signals inside of a `with`, in the main thread; elsewhere it hears none.
 
     Before a run `begins` they end it at once; then they are noted, and the ranks `agree` on them
-    after each step. A second one acts as if nobody listened.
+    after each step. A second one acts as if nobody listened, but for a second SIGHUP.
     """
 
     def __init__(self) -> None:
@@ -54,13 +54,16 @@ class Stop:
     def __exit__(self, *error: object) -> None:
         self._restore()
 
-    def _restore(self) -> None:
-        while self.former:
-            number, handler = self.former.popitem()
-            signal.signal(number, handler or signal.SIG_DFL)
+    def _restore(self, but: int = 0) -> None:
+        for number in set(self.former) - {but}:
+            signal.signal(number, self.former.pop(number) or signal.SIG_DFL)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._restore()
+        # A terminal that is closed tells it twice: its shell does, and the kernel as that ends.
+        hung_up = signal.Signals(number).name == "SIGHUP"
+        if hung_up:
+            signal.signal(number, signal.SIG_IGN)
+        self._restore(but=number if hung_up else 0)
         _leave_terminal()
         if not self.begun:
             raise Stopped(number, "before its first step: nothing was trained or saved")
