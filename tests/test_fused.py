@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import oracle
 import tilewise as tw
 from tilewise import autograd
 from tilewise.backends import fused
@@ -845,3 +846,40 @@ def test_ordinary_features_need_no_second_pass(columns, monkeypatch):
     forward = Forward(pairs, Plan("logsumexp", columns, False, "fused", 2**20, False))
     assert len({panel.tile.rows.start for panel in forward._panels()}) == 4
     assert forward.run().memo[1] == 0
+
+
+def rounded_twice(rows, cols, scale, fraction_bits):
+    """d_rows of CLIP in float64, but for exponentials kept so, and dz and d_rows in bf16."""
+    r, c = rows.double(), cols.double()
+    z, own = scale * r @ c.T, torch.eye(len(rows), dtype=torch.bool)
+    p = torch.exp(z).masked_fill(own, 0.0)  # the offset is 0 at such a scale
+    kept, half = p.float().view(torch.int32), 1 << 22 - fraction_bits
+    kept = ((kept + half) // (2 * half) * (2 * half)).view(torch.float32).double()
+    gains = []
+    for dim in (1, 0):
+        total = p.sum(dim)
+        share = torch.sigmoid(total.log() - z.diagonal()) / (2 * len(rows))
+        gains.append((share, share / total))
+    dz = kept * (gains[0][1][:, None] + gains[1][1])
+    dz[own] = -(gains[0][0] + gains[1][0])
+    return (scale * dz.bfloat16().double() @ c).bfloat16()
+
+
+@pytest.mark.parametrize(("fraction_bits", "held"), [(7, False), (8, True)])
+def test_how_fine_kept_exponentials_must_be(fraction_bits, held):
+    """Opposed features, whose weights are all one number: bf16's 7 bits are too few for the bar."""
+    errors = torch.zeros(3, dtype=torch.float64)
+    for draw, scale in enumerate(torch.linspace(0.495, 0.505, 6).tolist()):
+        torch.manual_seed(draw)
+        rows, cols = (unit(300 + 7 * draw, 96) for _ in range(2))
+        cols = F.normalize(0.05 * cols - rows[:1], dim=1).bfloat16()
+        rows = F.normalize(0.05 * rows + rows[:1], dim=1).bfloat16()
+        wide = rows.double(), cols.double()
+        how = {"upstream": 1.0}
+        truth = oracle.evaluate(oracle.clip, *wide, scale, 0.0, compute=torch.float64, **how)
+        plain = oracle.evaluate(oracle.clip, rows, cols, scale, 0.0, compute=torch.float32, **how)
+        ours = rounded_twice(rows, cols, scale, fraction_bits)
+        terms = (ours.double() - truth.d_rows, plain.d_rows.double() - truth.d_rows, truth.d_rows)
+        errors += torch.stack([x.norm() ** 2 for x in terms])
+    error, base, size = errors.sqrt().tolist()
+    assert (error <= 2 * base + torch.finfo(torch.bfloat16).eps / 2 * size) == held
