@@ -1,27 +1,31 @@
 """Times of the fused kernels alone, tile size by tile size: where `backends/tuning.py` comes from.
 
-    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4] [--panels] [--bias -10]
+    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4] [--panels|--split|--bias -10]
 
 Each candidate runs for a while; the ceiling is cuBLAS 8192^3 before and after the table. With
-`--panels` whole steps of B = 32768 instead, by rows and columns of dz at a time; with `--bias`
-the kernels of SigLIP alone, whose speed depends on it.
+`--panels` whole steps of B = 32768 instead, by rows and columns of dz at a time; with `--split`
+the products that make gradients of float32 features, beside three of cuBLAS; with `--bias` the
+kernels of SigLIP alone, whose speed depends on it.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
 from cases import Case, captured, find_contender
+from torch import Tensor
 from torch.nn import functional
 
-from tilewise.backends import dz, fused_backward, hopper_dz, kernels
+from tilewise.backends import dz, fused_backward, hopper_dz, kernels, products
 from tilewise.backends.fused_backward import Panel
 from tilewise.backends.fused_forward import Forward
 from tilewise.backends.fused_forward import Panel as ForwardPanel
 from tilewise.backends.fused_softplus import Softplus
 from tilewise.backends.plan import Needs, Plan
+from tilewise.backends.ready import make_ready
 from tilewise.backends.tuning import TileSize, panel_for
 from tilewise.pairs import Pairs, make_pairs
 from tilewise.tiles import Tile
@@ -43,7 +47,12 @@ CANDIDATES = {
     ],
 }
 
-
+SPLIT = [
+    *(TileSize(128, 128, pairs, 8, stages) for pairs, stages in ((64, 3), (64, 2), (32, 4))),
+    TileSize(128, 64, 64, 8, 3),
+    TileSize(64, 128, 64, 4, 3),
+    TileSize(128, 64, 64, 4, 3),
+]
 IN_TURN = {
     "sums": [TileSize(128, 128, 64, 4, stages, lanes) for stages in (6, 7) for lanes in (1, 4)],
     "dz_of_sums": [TileSize(128, 128, 64, 4, *rest) for rest in ((5, 1), (6, 1), (6, 3))],
@@ -125,6 +134,40 @@ def time_panels(features: int, seconds: float) -> None:
         print(f"panels of {panel[0]} x {panel[1]}: {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
 
 
+def time_split(features: int, seconds: float) -> None:
+    """A line for cuBLAS and for each tile: both products of a panel as B = 32768 has them."""
+    n, m = 5632, 8192
+    x = torch.randn(m, features, device="cuda")
+    pairs = make_pairs(x, None, (1.0, None), positives=None, ids=None, labels=None, skip_self=True)
+    ready = make_ready(pairs, "exact")
+    dz = torch.randn(2, n, m, device="cuda").half()
+
+    def three_products(acc: Tensor, parts: tuple[Tensor, ...], turned: bool) -> None:
+        for part, side in ((dz[1], 0), (dz[0], 1), (dz[0], 0)):
+            products.add_product(acc, part.t() if turned else part, parts[side], False)
+
+    def one_kernel(acc: Tensor, parts: tuple[Tensor, ...], turned: bool, size: TileSize) -> None:
+        made = ready._replace(tiles=ready.tiles._replace(product=size))
+        products.add_products(made, acc, tuple(dz), parts, turned=turned, first=False)
+
+    calls = {"cuBLAS, cut off": three_products}
+    calls |= {str(tuple(size)): partial(one_kernel, size=size) for size in SPLIT}
+    for turned, (height, length) in ((False, (n, m)), (True, (m, n))):
+        parts, acc = (
+            ready.cols.parts(slice(0, length)),
+            torch.zeros(height, features, device="cuda"),
+        )
+        for name, call in calls.items():
+            label = f"{name:32} {'turned' if turned else '':8}"
+            try:
+                ms = sustained(partial(call, acc, parts, turned), seconds)
+            except Exception as error:  # a tile that does not compile is a line of the table
+                print(f"{label} {type(error).__name__}", flush=True)
+                continue
+            rate = 6 * n * m * features / ms / 1e9
+            print(f"{label} {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -132,6 +175,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--bias", type=float, help="of softplus; -10 is where SigLIP begins")
     parser.add_argument("--panels", action="store_true")
+    parser.add_argument("--split", action="store_true")
     options = parser.parse_args()
     unit = lambda: functional.normalize(  # noqa: E731
         torch.randn(16384, options.features, device="cuda"), dim=1
@@ -147,8 +191,8 @@ def main() -> None:
     )
     best = ceiling(2.0)
     print(f"cuBLAS 8192^3: {best:.0f} TFLOP/s")
-    if options.panels:
-        time_panels(options.features, options.seconds)
+    if options.panels or options.split:
+        (time_panels if options.panels else time_split)(options.features, options.seconds)
         print(f"cuBLAS 8192^3: {ceiling(2.0):.0f} TFLOP/s")
         return
     candidates = [(name, size, False) for name, sizes in CANDIDATES.items() for size in sizes]

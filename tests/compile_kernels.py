@@ -26,6 +26,7 @@ from tilewise.backends import (
     hopper,
     hopper_dz,
     kernels,
+    split_products,
     tuning,
     vectors,
 )
@@ -92,10 +93,11 @@ VECTORS = {
     "finish_marked": {
         "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "SUMS": True, "ON_FLAG": True,
     },
-    "largest": {"BLOCK": 16, "TD": 64},
+    "longest": {"BLOCK": 16, "TD": 64},
     "store_units": {"TOP": 14, "BLOCK": 1024},
     "convert": {"WIDTH": 8, "FORM": 0, "COLS": True, "BLOCK": 16, "TD": 64},
     "convert-split": {"WIDTH": 8, "FORM": 1, "COLS": True, "BLOCK": 16, "TD": 64},
+    "convert-high-low": {"WIDTH": 8, "FORM": 3, "COLS": True, "BLOCK": 16, "TD": 64},
     "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 8192},
     "measure-plain": {
@@ -130,6 +132,8 @@ NARROW = {
     "cuda": r"(ld|st)\.global[.\w:]*\.[bu]16\b",
     "hip": r"global_(load_(short|ushort)|store_short)|buffer_(load_(short|ushort)|store_short)",
 }
+# Floats added up outside of tensor cores, one or two at a time.
+SUM = {"cuda": r"\badd\.(rn\.)?(ftz\.)?f32", "hip": r"v_(pk_)?add_f32"}
 MMA = {"cuda": r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", "hip": r"v_mfma"}
 
 
@@ -174,11 +178,46 @@ def compile_variant(name, target, dtype, features, ones=()):
         else:
             signature[argument] = "i32"
     source = ASTSource(kernel, signature, constants, attributes)
-    gpu = GPUTarget(target.kind, target.version, 32)
-    if target.kind == "hip":
-        gpu = GPUTarget("hip", f"gfx{target.version}", 64)
     options = {"num_warps": size.warps, "num_stages": size.stages}
-    return triton.compile(source, target=gpu, options=options)
+    return triton.compile(source, target=gpu_of(target), options=options)
+
+
+def gpu_of(target):
+    """A target, as Triton's compiler wants it."""
+    if target.kind == "hip":
+        return GPUTarget("hip", f"gfx{target.version}", 64)
+    return GPUTarget(target.kind, target.version, 32)
+
+
+SPLIT_PRODUCTS = {"split_product": False, "split_product-turned": True}
+
+
+def compile_split_product(name, target):
+    """The compiled kernel of gradients from parts."""
+    kernel, size = split_products.split_product, tuning.tiles_for(target, torch.float32).product
+    turned = SPLIT_PRODUCTS[name]
+    values = {
+        "TURNED": turned, "ADD": False, "TN": size.rows, "TD": size.cols, "TK": size.features,
+    }  # fmt: skip
+    dz = (size.features, size.rows) if turned else (size.rows, size.features)
+    blocks = dict.fromkeys(("high", "rest"), dz)
+    blocks |= dict.fromkeys(("upper", "lower"), (size.features, size.cols))
+    signature, constants, attributes = {}, {}, {}
+    for position, argument in enumerate(kernel.arg_names):
+        if argument in blocks and copies_tiles(target):
+            signature[argument] = "tensordesc<fp16[{},{}]>".format(*blocks[argument])
+        elif argument in blocks:
+            signature[argument] = ("*fp16", "i32", "i32")
+            attributes[(position, 0)] = [["tt.divisibility", 16]]
+        elif argument in values:
+            signature[argument], constants[(position,)] = "constexpr", values[argument]
+        else:
+            signature[argument] = "*fp32" if argument == "out" else "i32"
+    # The features of a panel are stored to a multiple of 8.
+    attributes[(kernel.arg_names.index("width"),)] = [["tt.divisibility", 8]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": size.warps, "num_stages": size.stages}
+    return triton.compile(source, target=gpu_of(target), options=options)
 
 
 IN_TURN = {
@@ -272,6 +311,8 @@ def spills(ptx, version):
 def report(name, target, dtype, features):
     if name in IN_TURN:
         compiled = compile_in_turn(name, dtype, features)
+    elif name in SPLIT_PRODUCTS:
+        compiled = compile_split_product(name, target)
     else:
         compiled = compile_variant(name, target, dtype, features)
     text = compiled.asm["ptx" if target.kind == "cuda" else "amdgcn"]
@@ -282,6 +323,7 @@ def report(name, target, dtype, features):
         "mma": len(re.findall(MMA[target.kind], text)),
         "trap": len(re.findall(r"^\s*trap;|s_trap", text, re.MULTILINE)),
         "narrow": len(re.findall(NARROW[target.kind], text)),
+        "sums": len(re.findall(SUM[target.kind], text)),
     }
     if target.kind == "cuda":
         found["spilled"], found["registers"] = spills(text, target.version)
@@ -301,6 +343,7 @@ if __name__ == "__main__":
                             ones=("N", "M", "n", "m"))  # fmt: skip
         sys.exit()
     turns = tuning.tiles_in_turn(Target(kind, int(version)), getattr(torch, dtype))
-    for variant in names or [*VARIANTS, *(IN_TURN if turns else ())]:
+    split = SPLIT_PRODUCTS if dtype == "float32" else ()
+    for variant in names or [*VARIANTS, *(IN_TURN if turns else ()), *split]:
         found = report(variant, Target(kind, int(version)), getattr(torch, dtype), 768)
         sys.stdout.write(json.dumps(found) + "\n")

@@ -54,7 +54,7 @@ def test_sizes_of_one_compile():
 def test_kernels_compile(kind, version, dtype, shared):
     found = [json.loads(line) for line in compiled(kind, version, dtype).splitlines()]
     in_turn = (kind, version) == ("cuda", 90) and dtype in ("bfloat16", "float16")
-    assert len(found) == 15 + (8 if in_turn else 0)
+    assert len(found) == 15 + (8 if in_turn else 0) + (2 if dtype == "float32" else 0)
     for kernel in found:
         # Kept exponentials with a learnable scale fold four sums at once: ten registers too many.
         assert kernel["spilled"] <= (64 if kernel["name"] == "in-turn-sums-keep-scale" else 0), (
@@ -64,3 +64,5 @@ def test_kernels_compile(kind, version, dtype, shared):
         assert kernel["mma"] > 0, kernel
         assert kernel["narrow"] == 0, kernel
         assert kernel["shared"] <= shared, kernel
+        # Triton makes one product of a sum and a product where it can, and tensor cores cut it off.
+        assert kernel["sums"] >= 16 or not kernel["name"].startswith("split_product"), kernel

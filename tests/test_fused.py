@@ -17,10 +17,11 @@ from tilewise.backends import fused
 from tilewise.backends.plan import LENT, Needs, Plan
 from tilewise.pairs import make_pairs
 from tilewise.reductions import merged
+from tilewise.tiles import Tile, padded
 
 pytest.importorskip("triton")
 
-from tilewise.backends import fused_forward, operands, ready
+from tilewise.backends import convert, fused_forward, operands, products, ready
 from tilewise.backends.fused_backward import Backward
 from tilewise.backends.fused_forward import Forward
 
@@ -297,25 +298,70 @@ def test_a_span_is_converted_once(held, monkeypatch):
     for span in (slice(0, 20), slice(0, 20), slice(20, 40), slice(20, 40)):
         side.scores(span)
         side.parts(span)
-    assert len(launched) == 2
+    assert len(launched) == 4  # two spans in two forms
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 3e7])
-def test_a_split_product_is_exact_to_22_bits(size):
+def test_split_features(size):
+    """Their scores are as exact as float32, and no tensor core can cut off their largest part."""
     a, b = size * unit(50, 33).float(), unit(60, 33).float()
     pairs = make_pairs(a, b, (1.0, None), positives=None, ids=None, labels=None, skip_self=False)
     units = operands.units_of(pairs, "exact")
-    assert 2**14 <= (a.abs().max() * units[0]).item() <= 2**15
+    assert 2**11.5 <= (a.double().norm(dim=1).max() * units[0]).item() <= 2**12.5
     left = operands.Operand(a, "exact", units[:1], cols=False)
     right = operands.Operand(b, "exact", units[1:], cols=True)
-    got = left.scores(slice(0, 50)).double() @ right.scores(slice(0, 60)).double().t()
-    got = got / units.double().prod()
-    sizes = a.double().abs() @ b.double().abs().t()
+    scores = [x.scores(slice(0, len(x))).double() for x in (left, right)]
+    got = scores[0] @ scores[1].t() / units.double().prod()
+    sizes = a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)
     assert ((got - a.double() @ b.double().t()).abs() / sizes).max() < 2**-22
-    for side, features in ((left, a), (right, b)):
-        high, low = side.parts(slice(0, len(features)))
-        split = (high.double() + low.double()) / side.unit.double()
-        assert ((split - features.double()).abs() / features.abs().max()).max() < 2**-23
+    for x, side in zip(scores, (left, right), strict=True):
+        whole = x[:, 3 * side.width // 4 :]
+        assert torch.equal(whole, whole.round())
+        assert whole.norm(dim=1).max() <= 2**12.5 + 6  # 33 entries, each rounded
+        assert (x[:, : side.width // 4].abs() <= 1.5).all()
+        high, low = side.parts(slice(0, len(side)))
+        parts = (high.double() + low.double() / convert.REST.value) / side.unit.double()
+        assert ((parts - side.features).abs() <= 2**-22 * side.features.abs()).all()
+
+
+def test_scores_of_transposed_pairs_are_the_same_bits():
+    """Pairs (i, j) and (j, i) of one matrix: the small terms change places within a step."""
+    x = unit(40, 33).float()
+    pairs = make_pairs(x, x, (1.0, None), positives=None, ids=None, labels=None, skip_self=False)
+    units = operands.units_of(pairs, "exact")
+    rows, cols = (
+        operands.Operand(x, "exact", units[:1], cols=side).scores(slice(0, 40)).double()
+        for side in (False, True)
+    )
+    step = (rows[:, None] * cols[None]).unflatten(2, (-1, 2)).sum(3)
+    assert torch.equal(step, step.transpose(0, 1))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_product_of_parts(first, turned):
+    """Ragged either way. What lies past the panel does not count, up to a multiple of 8 columns if
+    it is finite, and beyond whatever it is."""
+    features, dz = unit(70, 33).float(), torch.randn(45, 70)
+    pairs = make_pairs(
+        features, None, (1.0, None), positives=None, ids=None, labels=None, skip_self=True
+    )
+    made = ready.make_ready(pairs, "exact")
+    work = torch.full((2, 128 * 72), torch.nan, dtype=torch.float16)
+    n, m = (70, 45) if turned else (45, 70)
+    parts = [products.cut(x, Tile(0, n, 0, m)) for x in work]
+    for part in parts:
+        part.as_strided((n, padded(m, 8)), part.stride()).fill_(7.0)
+    x = dz.t() if turned else dz
+    parts[0][:] = x
+    parts[1][:] = (x - parts[0]) * convert.REST.value
+    out = torch.ones(45, 33)
+    products.add_products(
+        made, out, parts, made.cols.parts(slice(0, 70)), turned=turned, first=first
+    )
+    truth = dz.double() @ features.double() * made.units[1].double()
+    sizes = dz.double().abs() @ features.double().abs() * made.units[1].double()
+    assert ((out - truth - int(not first)).abs() / sizes).max() < 2**-21
 
 
 def test_fp32_keeps_small_weights():

@@ -33,7 +33,7 @@ SIBLINGS = {"ring": ["backends"], "groups": ["backends"], "backends": ["ring", "
 LONG_FUNCTIONS = {"sums", "dz_of_softplus"}
 TRITON = {
     "adding.py", "kernels.py", "dz.py", "vectors.py", "hopper.py", "convert.py", "operands.py",
-    "products.py", "hopper_dz.py", "fused_softplus.py", "tuning.py",
+    "products.py", "split_products.py", "hopper_dz.py", "fused_softplus.py", "tuning.py",
     "fused_forward.py", "fused_backward.py", "fused_attend.py", "entropies.py",
     "fused_entropy.py", "finishes.py", "ready.py",
 }  # fmt: skip

@@ -3,11 +3,15 @@
 import triton
 import triton.language as tl
 
-from tilewise.backends.kernels import INF
-
 COPY = tl.constexpr(0)
 SPLIT = tl.constexpr(1)
 FP8 = tl.constexpr(2)
+HIGH_LOW = tl.constexpr(3)
+
+# Half an ulp of fp16 times this is as large as the number itself, so it goes under no sooner.
+REST = tl.constexpr(2048.0)
+# Added to a float below 2^22 and taken away again, it leaves the nearest integer.
+TO_INTEGER = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -20,21 +24,30 @@ def _entries(x, x_row, x_col, row, at, n, D):
 
 @triton.jit
 def split(x, unit):
-    """High and low part of x * unit, both fp16."""
+    """x * unit as a whole number and what is left of it, both fp16."""
     scaled = x.to(tl.float32) * unit
-    high = scaled.to(tl.float16)
-    return high, (scaled - high.to(tl.float32)).to(tl.float16)
+    whole = ((scaled + TO_INTEGER) - TO_INTEGER).to(tl.float16)
+    return whole, (scaled - whole.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def largest(x, x_row, x_col, out, n, D, BLOCK: tl.constexpr, TD: tl.constexpr):
-    """The largest finite |entry| of every BLOCK rows of x (n, D)."""
+def high_low(x):
+    """High part of x in fp16, and what that leaves, times REST."""
+    high = x.to(tl.float16)
+    return high, ((x - high.to(tl.float32)) * REST).to(tl.float16)
+
+
+@triton.jit
+def longest(x, x_row, x_col, out, n, D, BLOCK: tl.constexpr, TD: tl.constexpr):
+    """The length of the longest of every BLOCK rows of x (n, D), of finite entries only."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK, TD), tl.float32)
+    square = tl.zeros((BLOCK, TD), tl.float64)
     for d in range(0, D, TD):
-        v = tl.abs(_entries(x, x_row, x_col, row, d + tl.arange(0, TD), n, D).to(tl.float32))
-        found = tl.maximum(found, tl.where(v < INF, v, 0.0))
-    tl.store(out + tl.program_id(0), tl.max(tl.max(found, 1), 0))
+        v = _entries(x, x_row, x_col, row, d + tl.arange(0, TD), n, D).to(tl.float64)
+        square += tl.where(v * 0.0 == 0.0, v * v, 0.0)
+    length = tl.sqrt(tl.max(tl.sum(square, 1), 0))
+    # A row of floats may be longer than a float.
+    tl.store(out + tl.program_id(0), tl.minimum(length, 3.4e38).to(tl.float32))
 
 
 @triton.jit
@@ -45,14 +58,15 @@ def _unit(found, size, TOP: tl.constexpr, BLOCK: tl.constexpr):
         at = start + tl.arange(0, BLOCK)
         most = tl.maximum(most, tl.load(found + at, at < size, other=0.0))
     peak = tl.max(most, 0)
-    # Denormal entries stay below 2^TOP: their unit would be no float.
-    exponent = tl.minimum(TOP - tl.floor(tl.log2(tl.where(peak > 0, peak, 1.0))), 126.0)
-    return tl.exp2(exponent)
+    # Nearest, so that rows of length 1, give or take a rounding, come to 2^TOP. Denormal rows stay
+    # shorter: their unit would be no float.
+    exponent = tl.floor(tl.log2(tl.where(peak > 0, peak, 1.0)) + 0.5)
+    return tl.exp2(tl.minimum(TOP - exponent, 126.0))
 
 
 @triton.jit
 def store_units(out, rows, cols, num_rows, num_cols, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """Units of rows and columns (2,), from what `largest` found."""
+    """Units of rows and columns (2,), from what `longest` found."""
     tl.store(out, _unit(rows, num_rows, TOP, BLOCK))
     tl.store(out + 1, _unit(cols, num_cols, TOP, BLOCK))
 
@@ -65,7 +79,8 @@ def convert(
 ):  # fmt: skip
     """A panel of features (n, D) in another form, unless there is a flag and it is down.
 
-    Split features are WIDTH = D and some zeros wide: 2 WIDTH of pairs, then high, then low parts.
+    Parts of features are WIDTH = D and some zeros wide. SPLIT: what is left, 2 WIDTH of pairs, and
+    whole numbers. HIGH_LOW: high, then low parts.
     """
     if flag is not None:
         if tl.load(flag) == 0:
@@ -80,10 +95,15 @@ def convert(
     elif FORM == FP8:
         v = v.to(tl.float32) * tl.load(unit)
         tl.store(there + at[None, :], v.to(tl.float8e4nv), inside)
+    elif FORM == HIGH_LOW:
+        high, low = high_low(v * tl.load(unit))
+        tl.store(there + at[None, :], high, inside)
+        tl.store(there + WIDTH + at[None, :], low, inside)
     else:
-        high, low = split(v, tl.load(unit))
-        both = tl.interleave(high, low) if COLS else tl.interleave(low, high)
+        whole, left = split(v, tl.load(unit))
+        both = tl.interleave(whole, left) if COLS else tl.interleave(left, whole)
         twice = 2 * tl.program_id(1) * TD + tl.arange(0, 2 * TD)
-        tl.store(there + twice[None, :], both, (row < n)[:, None] & (twice < 2 * WIDTH)[None, :])
-        tl.store(there + 2 * WIDTH + at[None, :], high, inside)
-        tl.store(there + 3 * WIDTH + at[None, :], low, inside)
+        pair = (row < n)[:, None] & (twice < 2 * WIDTH)[None, :]
+        tl.store(there + at[None, :], left, inside)
+        tl.store(there + WIDTH + twice[None, :], both, pair)
+        tl.store(there + 3 * WIDTH + at[None, :], whole, inside)

@@ -7,6 +7,7 @@ are on their way while this one is stored.
 import triton
 import triton.language as tl
 
+from tilewise.backends.convert import high_low
 from tilewise.backends.kernels import (
     ALIGNED,
     BIAS,
@@ -27,9 +28,6 @@ from tilewise.backends.kernels import (
     wide,
 )
 
-# Half an ulp of fp16 times this is as large as the number itself, so it goes under no sooner.
-REST = tl.constexpr(2048.0)
-
 
 @triton.jit
 def place(t, num_n, num_m, GROUP: tl.constexpr):
@@ -41,18 +39,20 @@ def place(t, num_n, num_m, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _halves(s):
+def halves(s):
     """A tile (TN, TM) as its left and right half: what is made of one fits beside the other."""
     return tl.split(tl.permute(tl.reshape(s, (s.shape[0], 2, s.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _store_dz(dz, rest, row, col, x):
-    """A piece of dz in its dtype; with `rest` also what rounding took away, times REST."""
-    high = x.to(dz.dtype)
-    dz.store([row, col], high)
-    if rest is not None:
-        rest.store([row, col], ((x - high.to(tl.float32)) * REST).to(rest.dtype))
+    """A piece of dz in its dtype; or, with `rest`, its high and low part in fp16."""
+    if rest is None:
+        dz.store([row, col], x.to(dz.dtype))
+    else:
+        high, low = high_low(x)
+        dz.store([row, col], high)
+        rest.store([row, col], low)
 
 
 @triton.jit
@@ -84,13 +84,13 @@ def dz_of_sums(
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0), flatten=True):
         i, j = place(t, num_n, num_m, GROUP)
         s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
-        halves = _halves(s)
+        sides = halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
         row_own = tl.load(row_gain + row, row < N, other=0.0)[:, None]
         pulled = tl.zeros((TN,), tl.float32)
         for h in tl.static_range(2):
             start = j * TM + h * (TM // 2)
-            x = exp_scaled(halves[h], head, offset2)
+            x = exp_scaled(sides[h], head, offset2)
             col = col0 + start + tl.arange(0, TM // 2)
             if COLUMNS:
                 x = x * (row_own + tl.load(col_gain + col, col < M, other=0.0)[None, :])
@@ -101,7 +101,7 @@ def dz_of_sums(
                     x = tl.where(row[:, None] == col[None, :], 0.0, x)
                 # Past the edge the product is 0, but x may be infinite.
                 x = tl.where((col < M)[None, :], x, 0.0)
-                pulled += tl.sum(x * halves[h], 1)
+                pulled += tl.sum(x * sides[h], 1)
             _store_dz(dz, rest, i * TN, start, x)
         if SCALED:
             _store_rows(scale_part, pulled, j, row - row0, n)
@@ -128,10 +128,12 @@ def dz_of_kept(kept, dz, stride, flag, row_gain, col_gain, row0, col0, n, m, COL
 @triton.jit
 def _mend_at(dz, rest, at, x, inside):
     """`_store_dz` of single pairs."""
-    high = x.to(dz.dtype.element_ty)
-    tl.store(dz + at, high, inside)
-    if rest is not None:
-        tl.store(rest + at, ((x - high.to(tl.float32)) * REST).to(rest.dtype.element_ty), inside)
+    if rest is None:
+        tl.store(dz + at, x.to(dz.dtype.element_ty), inside)
+    else:
+        high, low = high_low(x)
+        tl.store(dz + at, high, inside)
+        tl.store(rest + at, low, inside)
 
 
 @triton.jit
@@ -204,20 +206,20 @@ def dz_of_marked(
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):
         i, j = place(t, num_n, num_m, GROUP)
         s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
-        halves = _halves(s)
+        sides = halves(s)
         row = row0 + i * TN + tl.arange(0, TN)
         pulled = tl.zeros((TN,), tl.float32)
         for h in tl.static_range(2):
             start = j * TM + h * (TM // 2)
             col = col0 + start + tl.arange(0, TM // 2)
             kinds = which(row, col, N, M, marks, KIND, IDS, SELF, False)
-            x = _side_dz(halves[h], scale, kinds, (row_vectors, wide(N)), row[:, None],
+            x = _side_dz(sides[h], scale, kinds, (row_vectors, wide(N)), row[:, None],
                          row[:, None] < N, KIND, SUMS)  # fmt: skip
             if COLUMNS:
-                x += _side_dz(halves[h], scale, kinds, (col_vectors, wide(M)), col[None, :],
+                x += _side_dz(sides[h], scale, kinds, (col_vectors, wide(M)), col[None, :],
                               col[None, :] < M, KIND, SUMS)  # fmt: skip
             if SCALED:
-                pulled += tl.sum(x * halves[h], 1)
+                pulled += tl.sum(x * sides[h], 1)
             _store_dz(dz, rest, i * TN, start, x)
         if SCALED:
             _store_rows(scale_part, pulled, j, row - row0, n)
@@ -285,8 +287,8 @@ def dz_of_softplus(
             i, j = _edge(t, row0, col0, num_n, num_m, TN, TM)
             j = tl.where((j >= 0) & (j < num_m), j, 0)  # an innocent tile, done over for nothing
         s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
-        halves = _halves(s)
-        quarters = _halves(halves[0]) + _halves(halves[1])
+        sides = halves(s)
+        quarters = halves(sides[0]) + halves(sides[1])
         row = row0 + i * TN + tl.arange(0, TN)
         weight = tl.load(row_weight + row, row < N, other=0.0)[:, None]
         values, by_scale = tl.zeros((TN,), tl.float32), tl.zeros((TN,), tl.float32)

@@ -48,12 +48,12 @@ def reservation(dtype: torch.dtype) -> str | None:
     """Why it is not chosen unless it is asked for.
 
     To be deleted, with its call in `backends.choose` and the tests that name it, once fp32 by
-    products of fp16 holds the error bar.
+    products of fp16 has held the error bar of `test_gpu.py` on a GPU.
     """
     if dtype == torch.float32:
         return (
-            "its float32 products are made of float16 ones, up to three times less exact than "
-            "plain float32 on nearly equal features; ask for it by name if that will do"
+            "its float32 products are made of float16 ones, which have not been measured on a GPU "
+            "in their present form; ask for it by name if that will do"
         )
     return None
 

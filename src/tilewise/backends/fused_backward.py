@@ -156,15 +156,17 @@ class Backward:
         if row_acc is None:
             return
         first = panel.tile.col_start == 0 and not self.pairs.symmetric
-        add_products(row_acc, panel.parts, self.ready.cols.parts(panel.tile.cols), first)
+        features = self.ready.cols.parts(panel.tile.cols)
+        add_products(self.ready, row_acc, panel.parts, features, turned=False, first=first)
 
     def _add_to_cols(self, panel: Panel) -> None:
         """Add dz, turned, times the rows to the gradient of the panel's columns."""
         tile, symmetric = panel.tile, self.pairs.symmetric
         if self.acc is None or (symmetric and tile.row_start == tile.col_start):
             return
-        first, turned = tile.row_start == 0 and not symmetric, [part.t() for part in panel.parts]
-        add_products(self.acc[tile.cols], turned, self.ready.rows.parts(tile.rows), first)
+        acc, features = self.acc[tile.cols], self.ready.rows.parts(tile.rows)
+        first = tile.row_start == 0 and not symmetric
+        add_products(self.ready, acc, panel.parts, features, turned=True, first=first)
 
     def _round(self, out: Tensor, span: slice, acc: Tensor, side: int) -> None:
         """A finished block, rounded into a gradient that may lie in its own memory."""

@@ -1,25 +1,41 @@
 """Features made ready for the kernels, a panel at a time: the only place that knows their form.
 
 A panel of plain features is a slice of them. Features whose rows do not begin at multiples of 16
-bytes are copied. fp32 is split: with a power of two `unit` that makes the largest entry about 2^14,
-h = fp16(x * unit) and l = fp16(x * unit - h) hold 22 bits of x, and one product over features
+bytes are copied. Others are multiplied with a power of two, `unit`, and
 
-    rows (l, h, l, h, ... | h)    columns (h, l, h, l, ... | h)
+for fp8 it makes the longest row about 2^8 long. fp32 is split in two ways. Scores are products of
+whole numbers and what is left of the features: the unit makes the longest row about 2^12 long, so
+that a sum of products of whole numbers is below 2^24, and a tensor core, which cuts off sums to 24
+bits, has nothing to cut off. One product over features
 
-is l*h + h*l + h*h, small terms first. Mirrored, the two small ones trade places within one step of
-a tensor core: pair (i, j) and pair (j, i) are the same number. For fp8 the unit makes the largest
-entry less than 2^8. Scores of converted features are too large by the units of both sides.
+    rows (l | l, w, l, w, ... | w)    columns (l | w, l, w, l, ... | w)
+
+is l*l + (l*w + w*l) + w*w, small terms first. Mirrored, the two in brackets trade places within one
+step of a tensor core: pair (i, j) and pair (j, i) are the same number. Scores of converted features
+are too large by the units of both sides. Gradients are products with high = fp16(x * unit) and
+low = fp16(2^11 (x * unit - high)), which hold 22 bits of every x.
 """
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.convert import COPY, FP8, SPLIT, convert, largest, store_units
+from tilewise.backends.convert import (
+    COPY,
+    FP8,
+    HIGH_LOW,
+    SPLIT,
+    convert,
+    longest,
+    store_units,
+)
 from tilewise.pairs import Pairs
 from tilewise.tiles import cdiv, padded
 
-# The largest entry lies in [2^top, 2^(top + 1)): fp16 ends at 65504, e4m3 at 448.
-TOP = {SPLIT.value: 14, FP8.value: 7}
+# The longest row is made 2^(top - 1/2) to 2^(top + 1/2) long. fp16 has all integers up to 2^11 and
+# every other one up to 2^12; e4m3 ends at 448.
+TOP = {SPLIT.value: 12, FP8.value: 8}
+# How many times the width of the features a form takes.
+PARTS = {COPY.value: 1, SPLIT.value: 4, FP8.value: 1, HIGH_LOW.value: 2}
 
 
 class Operand:
@@ -42,8 +58,7 @@ class Operand:
     @property
     def width(self) -> int:
         """How many features the kernels multiply."""
-        d = self.features.shape[1]
-        return 3 * _padded(d, torch.float16) if self.form == SPLIT.value else d
+        return self._row_size(self.form) if self.form == SPLIT.value else self.features.shape[1]
 
     @property
     def bytes_per_row(self) -> int:
@@ -61,20 +76,19 @@ class Operand:
         """What gradients are products with, (n, D): the features, or high and low part of them."""
         d = self.features.shape[1]
         if self.form == SPLIT.value:
-            panel, start = self._hold(self.form, span), 2 * self.width // 3
-            return panel[:, start : start + d], panel[:, start + self.width // 3 :][:, :d]
+            panel = self._hold(HIGH_LOW.value, span)
+            return panel[:, :d], panel[:, panel.shape[1] // 2 :][:, :d]
         return (self.features[span] if self.even else self._hold(COPY.value, span)[:, :d],)
 
     def _forms(self) -> set[int]:
         """Those in which panels are held."""
         if self.form == SPLIT.value:
-            return {self.form}
+            return {SPLIT.value, HIGH_LOW.value}
         return ({self.form} - {COPY.value}) | (set() if self.even else {COPY.value})
 
     def _row_size(self, form: int) -> int:
         """Numbers from one row of a buffer to the next."""
-        size = _padded(self.features.shape[1], _dtype(self.features, form))
-        return 4 * size if form == SPLIT.value else size
+        return PARTS[form] * _padded(self.features.shape[1], _dtype(self.features, form))
 
     def _hold(self, form: int, span: slice, flag: Tensor | None = None) -> Tensor:
         """The buffer (n, row size), filled with a span unless that is in it."""
@@ -85,7 +99,7 @@ class Operand:
             del buffer  # before the next, so that there is one
             buffer = source.new_empty(n, size, dtype=_dtype(source, form))
         if last != span:
-            width = size // 4 if form == SPLIT.value else d
+            width = d if form in (COPY.value, FP8.value) else size // PARTS[form]
             convert[(cdiv(n, 16), cdiv(width, 64))](
                 source, *source.stride(), buffer, size, self.unit, flag, n, d,
                 WIDTH=width, FORM=form, COLS=self.cols, BLOCK=16, TD=64,
@@ -106,24 +120,24 @@ def units_of(pairs: Pairs, precision: str) -> Tensor | None:
     form = form_of(pairs.rows, precision)
     if form == COPY.value:
         return None
-    rows = _largest(pairs.rows)
-    cols = rows if pairs.symmetric else _largest(pairs.columns)
+    rows = _longest(pairs.rows)
+    cols = rows if pairs.symmetric else _longest(pairs.columns)
     out = rows.new_empty(2)
     store_units[(1,)](out, rows, cols, len(rows), len(cols), TOP=TOP[form], BLOCK=1024)
     return out
 
 
-def _largest(features: Tensor) -> Tensor:
+def _longest(features: Tensor) -> Tensor:
     n, d = features.shape
     out = features.new_empty(cdiv(n, 16), dtype=torch.float32)
-    largest[(len(out),)](features, *features.stride(), out, n, d, BLOCK=16, TD=64)
+    longest[(len(out),)](features, *features.stride(), out, n, d, BLOCK=16, TD=64)
     return out
 
 
 def _dtype(features: Tensor, form: int) -> torch.dtype:
     if form == COPY.value:
         return features.dtype
-    return torch.float16 if form == SPLIT.value else torch.float8_e4m3fn
+    return torch.float8_e4m3fn if form == FP8.value else torch.float16
 
 
 def _padded(d: int, dtype: torch.dtype) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tilewise.backends import adding
-from tilewise.backends import dz as dz_kernels
+from tilewise.backends import adding, split_products
+from tilewise.backends.ready import Ready
 from tilewise.tiles import Tile, balanced, cdiv, padded
 
 
@@ -61,22 +61,29 @@ def side_of_square(pair_bytes: int, row_bytes: int, room: int) -> int:
 
 
 def add_products(
-    acc: Tensor, dz: Sequence[Tensor], features: Sequence[Tensor], first: bool
-) -> None:
-    """acc += dz @ features, or = where it is the first; small terms first where both are split."""
-    if len(dz) == 2:
-        add_product(acc, dz[0], features[1], first)
-        add_product(acc, dz[1], features[0], False, 1 / dz_kernels.REST.value)
-        first = False
-    add_product(acc, dz[0], features[0], first)
+    ready: Ready, acc: Tensor, dz: Sequence[Tensor], features: Sequence[Tensor],
+    *, turned: bool, first: bool,
+) -> None:  # fmt: skip
+    """acc += dz @ features, or = where it is the first; `turned`, dz.t() @ features."""
+    if len(dz) == 1:
+        add_product(acc, dz[0].t() if turned else dz[0], features[0], first)
+        return
+    size, (n, d), (k, _) = ready.tiles.product, acc.shape, features[0].shape
+    block = (size.features, size.rows) if turned else (size.rows, size.features)
+    split_products.split_product[(cdiv(n, size.rows) * cdiv(d, size.cols),)](
+        *(ready.tiled(part, *block) for part in dz),
+        *(ready.tiled(part, size.features, size.cols) for part in features),
+        acc, n, k, d, padded(d, 8), TURNED=turned, ADD=not first, TN=size.rows, TD=size.cols,
+        TK=size.features, num_warps=size.warps, num_stages=size.stages,
+    )  # fmt: skip
 
 
-def add_product(acc: Tensor, a: Tensor, b: Tensor, first: bool, alpha: float = 1.0) -> None:
-    """acc += alpha a @ b, or = a @ b where it is the first: in fp32, whatever the inputs' dtype."""
+def add_product(acc: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """acc += a @ b, or = where it is the first: in fp32, whatever the inputs' dtype."""
     if not acc.is_cuda or torch.version.hip:
-        a, b, beta = a.to(acc.dtype), b.to(acc.dtype), 0.0 if first else 1.0
-        torch.addmm(acc, a, b, beta=beta, alpha=alpha, out=acc)
+        a, b = a.to(acc.dtype), b.to(acc.dtype)
+        torch.addmm(acc, a, b, beta=0.0 if first else 1.0, out=acc)
     elif first:
         torch.mm(a, b, out_dtype=torch.float32, out=acc)
     else:
-        torch.addmm(acc, a, b, out_dtype=torch.float32, alpha=alpha, out=acc)
+        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)

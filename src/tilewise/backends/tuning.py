@@ -32,6 +32,7 @@ class Tiles(NamedTuple):
     dz: TileSize  # backward, negatives without marks
     softplus: TileSize  # forward and backward of SigLIP in one
     marked: TileSize  # labels, label smoothing, running maximum: masks and two exps a pair
+    product: TileSize  # gradients from parts: rows of dz, features, pairs at a time
 
 
 class Target(NamedTuple):
@@ -48,6 +49,7 @@ HOPPER = Tiles(
     dz=TileSize(128, 128, 64, 4, 3, 32, 2),
     softplus=TileSize(128, 128, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
+    product=TileSize(128, 128, 64, 8, 3),
 )
 # Of `hopper`, whose two groups of warps have a tile each. The softplus tile is HOPPER's, which does
 # the edges over.
@@ -58,6 +60,7 @@ IN_TURN = Tiles(
     dz=TileSize(128, 128, 64, 4, 6, 1),
     softplus=TileSize(128, 128, 64, 4, 6, 1),
     marked=HOPPER.marked,
+    product=HOPPER.product,
 )
 # Not measured: tiles that compile without spilling.
 BLACKWELL = Tiles(
@@ -67,6 +70,7 @@ BLACKWELL = Tiles(
     dz=TileSize(128, 128, 64, 4, 4, 16),
     softplus=TileSize(128, 64, 64, 4, 4, 16),
     marked=TileSize(64, 32, 64, 8, 3, 16),
+    product=TileSize(64, 128, 64, 8, 3),
 )
 # All before Hopper, and the smaller Blackwells: 99 KiB of shared memory, no asynchronous products.
 AMPERE = Tiles(
@@ -76,6 +80,7 @@ AMPERE = Tiles(
     dz=TileSize(128, 128, 64, 8, 3, 16),
     softplus=TileSize(128, 128, 64, 8, 3, 16),
     marked=TileSize(64, 32, 64, 8, 3, 16),
+    product=TileSize(128, 64, 32, 8, 3),
 )
 # 64 KiB of shared memory.
 CDNA = Tiles(
@@ -85,6 +90,7 @@ CDNA = Tiles(
     dz=TileSize(128, 64, 32, 8, 2, 16),
     softplus=TileSize(128, 64, 32, 8, 2, 16),
     marked=TileSize(64, 32, 32, 8, 2, 16),
+    product=TileSize(64, 64, 32, 8, 2),
 )
 # One program a tile costs the interpreter a millisecond and more: these are for its tests.
 INTERPRETER = Tiles(
@@ -94,6 +100,7 @@ INTERPRETER = Tiles(
     dz=TileSize(32, 64, 32, 4, 1, 2),
     softplus=TileSize(32, 64, 32, 4, 1, 2),
     marked=TileSize(32, 32, 32, 4, 1, 2),
+    product=TileSize(32, 32, 64, 4, 1),
 )
 
 

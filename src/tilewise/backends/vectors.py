@@ -42,6 +42,21 @@ def _length(square, spoilt):
 
 
 @triton.jit
+def _add_product(products, left, right, units, PART: tl.constexpr):
+    """Products of features (rows, TD) of both sides, added; of split ones a PART of the three."""
+    if units is not None:
+        whole, rest = split(left, tl.load(units))
+        far_whole, far_rest = split(right, tl.load(units + 1))
+        if PART == 0:
+            left, right = rest, far_rest
+        elif PART == 1:
+            left, right = tl.interleave(rest, whole), tl.interleave(far_whole, far_rest)
+        else:
+            left, right = whole, far_whole
+    return tl.dot(left, right.T, products)
+
+
+@triton.jit
 def measure(
     x, x_row, x_col, other, other_row, other_col, units, index, norm, other_norm, dot, N, M, D,
     KIND: tl.constexpr, BLOCK: tl.constexpr, TD: tl.constexpr,
@@ -53,6 +68,7 @@ def measure(
     cut off what they add up, and a gradient that is the difference of positives and negatives must
     see the same on both sides.
     """
+    PAIRED: tl.constexpr = KIND == ALIGNED or KIND == INDEX
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = x + row.to(tl.int64)[:, None] * x_row
     partner = row
@@ -71,32 +87,25 @@ def measure(
         v = left.to(tl.float32)
         square += v * v
         spoilt += v * 0.0
-        if KIND == ALIGNED or KIND == INDEX:
+        if PAIRED:
             right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
             if other_norm is not None:
                 v = right.to(tl.float32)
                 other_square += v * v
                 other_spoilt += v * 0.0
-            if units is None:
-                products = tl.dot(left, right.T, products)
-            else:
-                high, low = split(left, tl.load(units))
-                far_high, far_low = split(right, tl.load(units + 1))
-                near, far = tl.interleave(low, high), tl.interleave(far_high, far_low)
-                products = tl.dot(near, far.T, products)
-    if units is not None and (KIND == ALIGNED or KIND == INDEX):
-        for d in range(0, D, TD):
-            at = d + tl.arange(0, TD)[None, :]
-            inside = (row[:, None] < N) & (at < D)
-            left = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0)
-            right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
-            high, _ = split(left, tl.load(units))
-            far_high, _ = split(right, tl.load(units + 1))
-            products = tl.dot(high, far_high.T, products)
+            products = _add_product(products, left, right, units, 0)
+    if units is not None and PAIRED:
+        for part in tl.static_range(1, 3):
+            for d in range(0, D, TD):
+                at = d + tl.arange(0, TD)[None, :]
+                inside = (row[:, None] < N) & (at < D)
+                left = tl.load(start + at.to(tl.int64) * x_col, inside, other=0.0)
+                right = tl.load(there + at.to(tl.int64) * other_col, inside, other=0.0)
+                products = _add_product(products, left, right, units, part)
     tl.store(norm + row, _length(square, spoilt), row < N)
     if other_norm is not None:
         tl.store(other_norm + row, _length(other_square, other_spoilt), row < N)
-    if KIND == ALIGNED or KIND == INDEX:
+    if PAIRED:
         own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
         product = tl.sum(tl.where(own, products, 0.0), 1)
         if units is not None:
