@@ -99,23 +99,32 @@ def op_calls():
     sums = plan._replace(sums=True)
     softplus = plan._replace(reduction="softplus")
     weight = torch.rand(6)
-    known = [x.detach() for x in autograd.reduce(*pairs, *plan)[:3]]
+    known = [x.detach() for x in autograd.reduce(*pairs, plan.text())[:3]]
     grads, gain = torch.randn(6, 5), torch.rand(6)
-    mean, product = (x.detach() for x in autograd.attend(*frozen, *plan)[1:])
+    mean, product = (x.detach() for x in autograd.attend(*frozen, plan.text())[1:])
     needs = (True, True, True, False)
     own = torch.randn(6, 2, 5)
     turned = pairs._replace(rows=transposed(rows), cols=transposed(cols))
     return {
-        "reduce": (autograd.reduce, (*pairs, *plan)),
-        "reduce-sums": (autograd.reduce, (*pairs, *sums)),
-        "reduce-shared": (autograd.reduce, (*shared, *plan)),
-        "reduce-softplus": (autograd.reduce, (*soft, *softplus)),
-        "differentiate": (autograd._differentiate, (*pairs, *plan, *known, *known[:2], *needs)),
-        "attend": (autograd.attend, (*frozen, *plan)),
-        "pull_rows": (autograd._pull_rows, (*detached(frozen), *plan, mean, product, known[0])),
-        "reduce-transposed": (autograd.reduce, (*turned, *plan)),
-        "weigh-transposed": (autograd.weigh, (*turned, *softplus, weight, True, True, True, False)),
-        "weigh": (autograd.weigh, (*soft, *softplus, weight, True, True, True, True)),
+        "reduce": (autograd.reduce, (*pairs, plan.text())),
+        "reduce-sums": (autograd.reduce, (*pairs, sums.text())),
+        "reduce-shared": (autograd.reduce, (*shared, plan.text())),
+        "reduce-softplus": (autograd.reduce, (*soft, softplus.text())),
+        "differentiate": (
+            autograd._differentiate,
+            (*pairs, plan.text(), *known, *known[:2], *needs),
+        ),
+        "attend": (autograd.attend, (*frozen, plan.text())),
+        "pull_rows": (
+            autograd._pull_rows,
+            (*detached(frozen), plan.text(), mean, product, known[0]),
+        ),
+        "reduce-transposed": (autograd.reduce, (*turned, plan.text())),
+        "weigh-transposed": (
+            autograd.weigh,
+            (*turned, softplus.text(), weight, True, True, True, False),
+        ),
+        "weigh": (autograd.weigh, (*soft, softplus.text(), weight, True, True, True, True)),
         "gain": (autograd._gain, (grads, gain)),
         "dot_rows": (dot_rows.dot_rows, (rows, own.clone().requires_grad_())),
         "dot_rows_backward": (
@@ -123,6 +132,16 @@ def op_calls():
             (rows.detach(), own, torch.randn(6, 2), True, True),
         ),
     }
+
+
+def test_a_plan_is_its_text():
+    plan = Plan(
+        "softplus", True, False, "auto", 2**31, True, "fp8", -1, True, True, "7", [3, 0], ()
+    )
+    again = Plan.parse(plan.text())
+    assert again == plan._replace(sizes=(3, 0))
+    assert [type(x) for x in again] == [*map(type, plan[:-2]), tuple, tuple]
+    assert Plan.parse(plan._replace(sizes=()).text()).sizes == ()
 
 
 @pytest.mark.parametrize("name", op_calls())

@@ -2,7 +2,7 @@
 
 `reduce` and its backward `differentiate`; `attend`, a reduce over frozen columns that brings the
 gradient along; and `weigh`, a softplus sum under known weights that does the same. Arguments are
-`Pairs` and `Plan`, one after the other.
+those of `Pairs`, one after the other, and the text of a `Plan`.
 """
 
 import functools
@@ -23,13 +23,8 @@ PAIRS = (
     "Tensor rows, Tensor? cols, Tensor scale, Tensor? bias, Tensor? positives, Tensor? row_ids, "
     "Tensor? col_ids, Tensor? row_labels, Tensor? col_labels, str kind, bool skip_self"
 )
-PLAN = (
-    "str reduction, bool columns, bool sums, str backend, int workspace_bytes, bool check_values, "
-    "str precision, int keep_bytes, bool scaled, bool wide, str group, int[] sizes, "
-    "int[] nodes"
-)
 NEEDS = "bool rows_need, bool cols_need, bool scale_needs, bool bias_needs"
-NUM_PAIRS, NUM_PLAN = len(Pairs._fields), len(Plan._fields)
+NUM_PAIRS = len(Pairs._fields)
 
 
 class Call(NamedTuple):
@@ -41,8 +36,8 @@ class Call(NamedTuple):
 
 
 def _parse(args: tuple[Any, ...]) -> Call:
-    cut = NUM_PAIRS + NUM_PLAN
-    return Call(Pairs(*args[:NUM_PAIRS]), Plan(*args[NUM_PAIRS:cut]), args[cut:])
+    pairs, plan, rest = args[:NUM_PAIRS], args[NUM_PAIRS], args[NUM_PAIRS + 1 :]
+    return Call(Pairs(*pairs), Plan.parse(plan), rest)
 
 
 def _checked(args: tuple[Any, ...]) -> Call:
@@ -72,7 +67,7 @@ def plain(body: Callable[..., Any]) -> Callable[..., Any]:
 @torch.library.custom_op(
     "tilewise::reduce",
     mutates_args=(),
-    schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({PAIRS}, str plan) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 @plain
 def reduce(*args: Any) -> Swept:
@@ -98,7 +93,7 @@ def _(*args: Any) -> Swept:
     "tilewise::differentiate",
     mutates_args=(),
     schema=(
-        f"({PAIRS}, {PLAN}, Tensor row_stats, Tensor col_stats, Tensor memo, Tensor d_row_stats, "
+        f"({PAIRS}, str plan, Tensor row_stats, Tensor col_stats, Tensor memo, Tensor d_row_stats, "
         f"Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -120,7 +115,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "tilewise::differentiate_kept_",
     mutates_args=("kept",),
     schema=(
-        f"({PAIRS}, {PLAN}, Tensor row_stats, Tensor col_stats, Tensor memo, Tensor(a!) kept, "
+        f"({PAIRS}, str plan, Tensor row_stats, Tensor col_stats, Tensor memo, Tensor(a!) kept, "
         f"Tensor d_row_stats, Tensor d_col_stats, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -233,9 +228,9 @@ def _reduce_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None,
         ctx.kept = [ctx.kept[0].new_empty(0)]
     # create_graph=True is left to the op that refuses to go on.
     if ctx.kept[0].numel() and not torch.is_grad_enabled():
-        grads = _differentiate_kept(*call.pairs, *call.plan, *known, *_spend(ctx), *rest)
+        grads = _differentiate_kept(*call.pairs, call.plan.text(), *known, *_spend(ctx), *rest)
     else:
-        grads = _differentiate(*call.pairs, *call.plan, *known, *rest)
+        grads = _differentiate(*call.pairs, call.plan.text(), *known, *rest)
     return _for_inputs(ctx, call, grads)
 
 
@@ -262,7 +257,7 @@ _differentiate.register_autograd(no_second_derivative, setup_context=save_nothin
 
 
 @torch.library.custom_op(
-    "tilewise::attend", mutates_args=(), schema=f"({PAIRS}, {PLAN}) -> (Tensor, Tensor, Tensor)"
+    "tilewise::attend", mutates_args=(), schema=f"({PAIRS}, str plan) -> (Tensor, Tensor, Tensor)"
 )
 @plain
 def attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,7 +277,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "tilewise::pull_rows_",
     mutates_args=("mean",),
-    schema=f"({PAIRS}, {PLAN}, Tensor(a!) mean, Tensor product, Tensor d_row_stats) -> Tensor",
+    schema=f"({PAIRS}, str plan, Tensor(a!) mean, Tensor product, Tensor d_row_stats) -> Tensor",
 )
 @plain
 def _pull_rows(*args: Any) -> Tensor:
@@ -310,10 +305,10 @@ def _attend_backward(ctx: Any, d_stats: Tensor | None, *_: None) -> tuple[Tensor
     if torch.is_grad_enabled():  # create_graph=True: leave it to the op that refuses to go on
         nothing = stats.new_empty(0)
         needs = Needs(ctx.needs_input_grad[0], False, ctx.needs_input_grad[2], False)
-        args = (*call.pairs, *call.plan, stats, nothing, nothing, d_stats, nothing, *needs)
+        args = (*call.pairs, call.plan.text(), stats, nothing, nothing, d_stats, nothing, *needs)
         return _for_inputs(ctx, call, _differentiate(*args))
     (mean,) = _spend(ctx)
-    d_scale = _pull_rows(*call.pairs, *call.plan, mean, product, d_stats)
+    d_scale = _pull_rows(*call.pairs, call.plan.text(), mean, product, d_stats)
     d_rows = narrow(mean, call.pairs.rows.dtype)
     return _for_inputs(ctx, call, (d_rows, None, d_scale, None))
 
@@ -328,7 +323,7 @@ attend.register_autograd(_attend_backward, setup_context=_save_attend)
     "tilewise::weigh",
     mutates_args=(),
     schema=(
-        f"({PAIRS}, {PLAN}, Tensor weight, {NEEDS}) -> "
+        f"({PAIRS}, str plan, Tensor weight, {NEEDS}) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -387,7 +382,7 @@ def _weigh_backward(ctx: Any, upstream: Tensor | None, *_unused: None) -> tuple[
         weight, *needs = call.rest
         nothing = weight.new_empty(0)
         rest = (nothing, nothing, nothing, (upstream * weight)[None], nothing, *needs)
-        return _for_inputs(ctx, call, _differentiate(*call.pairs, *call.plan, *rest))
+        return _for_inputs(ctx, call, _differentiate(*call.pairs, call.plan.text(), *rest))
     d_rows, d_cols, d_scale, d_bias, row_gain, col_gain = _spend(ctx)
     for grads, gain in ((d_rows, row_gain), (d_cols, col_gain)):
         if grads.numel():

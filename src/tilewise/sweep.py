@@ -157,9 +157,9 @@ def weigh_pairs(
     weight = check_weight(weight, pairs.shape[0], beside(pairs.rows, how.get("device")))
     plan = with_group(make_plan(how, "softplus", False, False), how, pairs)
     if weight.requires_grad:
-        return (weight * Stats.unpack(autograd.reduce(*pairs, *plan)[0]).values).sum()
+        return (weight * Stats.unpack(autograd.reduce(*pairs, plan.text())[0]).values).sum()
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in pairs[:4]]
-    value: Tensor = autograd.weigh(*pairs, *plan, weight, *needs)[0]
+    value: Tensor = autograd.weigh(*pairs, plan.text(), weight, *needs)[0]
     return value
 
 
@@ -176,12 +176,12 @@ def _log_sums(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
     """Packed stats; of frozen columns with what the backward needs, in the same sweep."""
     if plan.columns or plan.sums or pairs.kind == "label" or not _frozen(pairs):
         return _reduce(pairs, plan)[:2]
-    rows = autograd.attend(*pairs, *plan)[0]
+    rows = autograd.attend(*pairs, plan.text())[0]
     return rows, rows.new_empty(0)
 
 
 def _reduce(pairs: Pairs, plan: Plan) -> Swept:
-    return Swept(*autograd.reduce(*pairs, *plan))
+    return Swept(*autograd.reduce(*pairs, plan.text()))
 
 
 def _keep_bytes(keep_mib: float | str | None, pairs: Pairs, plan: Plan) -> int:

@@ -1,7 +1,8 @@
 """What a backend is asked for and what it gives back: the words the backends share."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ LENT = -1
 
 
 class Plan(NamedTuple):
-    """How to sweep, in the order the custom ops take it."""
+    """How to sweep."""
 
     reduction: str  # "logsumexp" or "softplus"
     columns: bool  # whether the columns' values are wanted too
@@ -30,6 +31,33 @@ class Plan(NamedTuple):
     group: str = ""  # the name of the process group whose columns are all meant; "" for none
     sizes: Sequence[int] = ()  # columns of each rank of that group
     nodes: Sequence[int] = ()  # which node each is on; none where all columns are gathered
+
+    def text(self) -> str:
+        """As custom ops take it: torch spends time on each of their arguments, squared."""
+        return ";".join([_text(x, like) for x, like in zip(self, ZERO, strict=True)])
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(text: str) -> "Plan":
+        """The plan of which this is the text."""
+        return Plan(*[_value(x, like) for x, like in zip(text.split(";"), ZERO, strict=True)])
+
+
+# Of each field's type.
+ZERO: tuple[Any, ...] = ("", False, False, "", 0, False, "", 0, False, False, "", (0,), (0,))
+
+
+def _text(x: Any, like: Any) -> str:
+    if isinstance(like, tuple):
+        return ",".join([str(k) for k in x])
+    # A compiler may not know what a truth value is, and cannot write it down, but can ask.
+    return str(x) if not isinstance(like, bool) else "yes" if x else ""
+
+
+def _value(text: str, like: Any) -> Any:
+    if isinstance(like, tuple):
+        return tuple(int(k) for k in text.split(",") if k)
+    return type(like)(text)
 
 
 class Needs(NamedTuple):
