@@ -26,11 +26,11 @@ from tilewise.errors import DataError, OptionError
 from tilewise.evaluate import suite
 from tilewise.models.image_text import ImageText
 from tilewise.models.text_pairs import TextPairs
+from tilewise.ranks import Ranks
 from tilewise.train import checkpoint, logs, loop, runfolder
 from tilewise.train.configfile import read
 from tilewise.train.logs import Log
 from tilewise.train.loop import RESULTS, Trainer
-from tilewise.train.setup import Ranks
 from tilewise.train.stepping import Stepper
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tilewise.config import OptimConfig
 from tilewise.errors import CheckpointError
 from tilewise.train import checkpoint
-from tilewise.train.config import OptimConfig
 from tilewise.train.optim import make_optimizer, set_options
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tilewise.cli import main
+from tilewise.config import Config
 from tilewise.errors import OptionError
 from tilewise.train import checks
-from tilewise.train.config import Config
 from tilewise.train.configfile import ALIASES, from_tables, read, recipes, to_toml, with_flags
 
 

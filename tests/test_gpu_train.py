@@ -7,13 +7,13 @@ import torch
 
 from test_train import config, losses, same, weights
 from test_train import train as train_on
+from tilewise.config import Config, EvalConfig
 from tilewise.data.emoji import Emoji
 from tilewise.evaluate.embed import Embedder
 from tilewise.evaluate.ranking import ranks
 from tilewise.evaluate.suite import Suite
 from tilewise.models.base import evaluating
 from tilewise.train.build import make_model
-from tilewise.train.config import Config, EvalConfig
 from tilewise.train.setup import start
 
 pytestmark = [

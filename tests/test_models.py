@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
+from tilewise.config import DataConfig
 from tilewise.data.emoji import Emoji
 from tilewise.data.loader import load
 from tilewise.data.views import CHANCES, View
@@ -30,7 +31,6 @@ from tilewise.models.two_views import TwoViews
 from tilewise.models.weights import read_weights
 from tilewise.train.build import train_view
 from tilewise.train.checkpoint import write_tensors
-from tilewise.train.config import DataConfig
 
 TINY = str(Path(__file__).parent / "tiny.json")
 VIT = {

@@ -15,10 +15,10 @@ import torch
 import ranks
 from test_train import config, losses, same, train, weights
 from tilewise import cli
+from tilewise.ranks import Ranks
 from tilewise.train import checkpoint
 from tilewise.train.configfile import to_toml
 from tilewise.train.loop import RESULTS, Trainer
-from tilewise.train.setup import Ranks
 from tilewise.train.stepping import Stepper
 from tilewise.train.stopping import Stop
 

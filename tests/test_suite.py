@@ -14,6 +14,7 @@ from PIL import Image
 
 import ranks
 from tilewise.cli import main
+from tilewise.config import EvalConfig
 from tilewise.data.pack import pack_source
 from tilewise.data.sources import open_source
 from tilewise.errors import CheckpointError, DataError, OptionError
@@ -24,8 +25,8 @@ from tilewise.evaluate.localise import make_scene, overlap, read_heat
 from tilewise.evaluate.suite import Suite, templates
 from tilewise.models.base import PairModel
 from tilewise.models.libraries import need
-from tilewise.train.config import EvalConfig
-from tilewise.train.setup import Ranks, _device, _told
+from tilewise.ranks import Ranks
+from tilewise.train.setup import _device, _told
 
 TINY = str(Path(__file__).parent / "tiny.json")
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}

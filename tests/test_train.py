@@ -17,6 +17,7 @@ from torch import nn
 import ranks
 from test_models import VIT, make_text_folder
 from tilewise import measure
+from tilewise.config import Config, OptimConfig
 from tilewise.data.loader import load
 from tilewise.data.views import View
 from tilewise.errors import (
@@ -29,16 +30,15 @@ from tilewise.errors import (
 )
 from tilewise.evaluate.embed import Embedder
 from tilewise.models.base import evaluating
+from tilewise.ranks import Ranks
 from tilewise.train import build, checkpoint, objective
 from tilewise.train.build import model_of
 from tilewise.train.commands import eval_command, export_command
-from tilewise.train.config import Config, OptimConfig
 from tilewise.train.configfile import from_tables
 from tilewise.train.logs import Log
 from tilewise.train.loop import Trainer
 from tilewise.train.optim import clip_gradients, lr_at, make_optimizer, peak_lr
 from tilewise.train.screen import Screen
-from tilewise.train.setup import Ranks
 from tilewise.train.stepping import Stepper
 
 TINY = str(Path(__file__).parent / "tiny.json")

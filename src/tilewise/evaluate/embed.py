@@ -18,7 +18,7 @@ from tilewise.data.samples import Sample, Source, light
 from tilewise.data.views import CHANCES, View
 from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
-from tilewise.train.setup import ALONE, Ranks
+from tilewise.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 Tell = Callable[[str, int, int], None]  # of what, how many are done, and of how many

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.config import EvalConfig
 from tilewise.data.decode import read_lines
 from tilewise.data.samples import Source
 from tilewise.data.sources import open_source
@@ -38,8 +39,7 @@ from tilewise.evaluate.embed import (
 from tilewise.evaluate.localise import localise, make_scene
 from tilewise.evaluate.ranking import image_text_metrics, retrieval_metrics, top
 from tilewise.models.base import PairModel, evaluating
-from tilewise.train.config import EvalConfig
-from tilewise.train.setup import ALONE, Ranks
+from tilewise.ranks import ALONE, Ranks
 
 SHOWN, BEST = 6, 5  # texts in the picture of results, and images of each
 LONGEST = 100  # bytes of a data set's name in that of a file

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tilewise.config import Config, DataConfig
 from tilewise.data.views import View
 from tilewise.errors import OptionError
 from tilewise.models.base import PairModel
@@ -13,7 +14,6 @@ from tilewise.models.text_pairs import TextPairs
 from tilewise.models.two_views import TwoViews
 from tilewise.models.weights import load_strictly
 from tilewise.train.checkpoint import Snapshot
-from tilewise.train.config import Config, DataConfig
 
 
 def model_of(config: Config, shot: Snapshot, *, average: bool) -> PairModel:

@@ -5,9 +5,9 @@ import warnings
 import torch
 from torch import nn
 
+from tilewise.config import Config, LossConfig, ModelConfig
 from tilewise.errors import OptionError
-from tilewise.train.config import Config, LossConfig, ModelConfig
-from tilewise.train.setup import Ranks
+from tilewise.ranks import Ranks
 
 # Fields of [model] that mean nothing to other kinds of model.
 KINDS = {

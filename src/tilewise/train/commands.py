@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tilewise.config import Config, EvalConfig, ModelConfig
 from tilewise.errors import CheckpointError, OptionError
 from tilewise.evaluate.report import metrics_table, save_metrics
 from tilewise.evaluate.suite import Suite, pictures
@@ -17,7 +18,6 @@ from tilewise.models.libraries import need
 from tilewise.train import checkpoint, configfile, runfolder
 from tilewise.train.build import make_model, model_of
 from tilewise.train.checks import warn_of_old_torch
-from tilewise.train.config import Config, EvalConfig, ModelConfig
 from tilewise.train.loop import RESULTS, train
 from tilewise.train.screen import Screen
 from tilewise.train.setup import start

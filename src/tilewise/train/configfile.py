@@ -13,10 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tilewise import config as config_module
+from tilewise.config import Config
 from tilewise.errors import OptionError
 from tilewise.models.libraries import need
-from tilewise.train import config as config_module
-from tilewise.train.config import Config
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tilewise.config import Config
 from tilewise.data.featurecache import cached_features, fingerprint, key_of
 from tilewise.data.loader import Batches, load, moved
 from tilewise.data.order import Order
@@ -24,6 +25,7 @@ from tilewise.evaluate import plots
 from tilewise.evaluate.report import metrics_table, save_metrics
 from tilewise.evaluate.suite import Suite
 from tilewise.models.base import PairModel, evaluating
+from tilewise.ranks import Ranks
 from tilewise.train import checkpoint, logs, runfolder
 from tilewise.train.build import make_model, model_of, train_view
 from tilewise.train.checkpoint import Snapshot
@@ -34,12 +36,11 @@ from tilewise.train.checks import (
     check_ranks,
     check_temperature,
 )
-from tilewise.train.config import Config
 from tilewise.train.objective import check_negatives
 from tilewise.train.resuming import find, resume
 from tilewise.train.saving import save
 from tilewise.train.screen import Screen, counted, short
-from tilewise.train.setup import Ranks, start
+from tilewise.train.setup import start
 from tilewise.train.stepping import Stepper, autocast
 from tilewise.train.stopping import Stop, Stopped
 

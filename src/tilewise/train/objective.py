@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise import Pool, clip_loss, info_nce, nt_xent, siglip_loss
+from tilewise.config import Config, LossConfig, StepConfig
 from tilewise.errors import OptionError
-from tilewise.train.config import Config, LossConfig, StepConfig
-from tilewise.train.setup import Ranks
+from tilewise.ranks import Ranks
 
 SAVED_BYTES = 4 * 2**30  # features of a pool in a file that a checkpoint takes in, of each rank
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewise.config import OptimConfig
 from tilewise.errors import OptionError
 from tilewise.models.libraries import need
-from tilewise.train.config import OptimConfig
 from tilewise.train.setup import whole
 
 

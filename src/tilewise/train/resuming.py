@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tilewise.config import Config
 from tilewise.errors import OptionError
 from tilewise.models.image_text import check_unchanged
+from tilewise.ranks import Ranks
 from tilewise.train import checkpoint, logs, runfolder
 from tilewise.train.checkpoint import Snapshot
-from tilewise.train.config import Config
-from tilewise.train.setup import Ranks
 from tilewise.train.stepping import Stepper
 
 Say = Callable[[str], object]

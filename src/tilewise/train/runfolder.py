@@ -13,10 +13,10 @@ from typing import IO
 import torch
 
 from tilewise import measure
+from tilewise.config import Config, RunConfig
 from tilewise.errors import OptionError
 from tilewise.locks import is_locked
 from tilewise.train import logs
-from tilewise.train.config import Config, RunConfig
 from tilewise.train.configfile import to_toml
 
 CONFIG, LOCK = "config.toml", ".lock"

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from tilewise import CachedStep, StepResult
+from tilewise.config import Config
 from tilewise.data.loader import Batch, moved
 from tilewise.errors import FiniteError, StepError
 from tilewise.models.base import PairModel
-from tilewise.train.config import Config
+from tilewise.ranks import Ranks
 from tilewise.train.objective import Objective
 from tilewise.train.optim import (
     Ema,
@@ -22,7 +23,7 @@ from tilewise.train.optim import (
     set_lr,
     set_options,
 )
-from tilewise.train.setup import Ranks, spread, whole
+from tilewise.train.setup import spread, whole
 from tilewise.train.stopping import Stop
 
 DTYPES = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}

@@ -6,7 +6,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from tilewise.train.setup import Ranks
+from tilewise.ranks import Ranks
 
 # Windows has no SIGHUP: that of a terminal that is closed.
 SIGNALS = tuple(each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP"))
