@@ -13,7 +13,9 @@ import torch
 
 # Scripts, not a package: they import each other by name.
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-cached_step, peers = (importlib.import_module(name) for name in ("cached_step", "cached_peers"))
+cached_step, cached_rows, peers = (
+    importlib.import_module(name) for name in ("cached_step", "cached_rows", "cached_peers")
+)
 
 CPU = torch.device("cpu")
 OURS = ("tilewise keep=0", "tilewise keep=auto")
@@ -132,7 +134,7 @@ def test_steps_over_encoders_alone(tmp_path, capsys):
 
 def test_encoders_alone_are_scaled_to_the_batch(monkeypatch, tmp_path):
     """Two forwards and a backward of each micro-batch, one and one where graphs are kept."""
-    monkeypatch.setattr(cached_step, "time_alone", lambda *_: cached_step.Alone(1.0, 10.0))
+    monkeypatch.setattr(cached_rows, "time_alone", lambda *_: cached_rows.Alone(1.0, 10.0))
     sizes = ["--models", "tiny", "--batches", "20", "--keep-batches", "16", "--micro-batch", "8"]
     again, kept = measured(tmp_path, "encoders", *sizes)
     assert float(again["alone_s"]) == 11 * 20 / 8
