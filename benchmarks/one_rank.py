@@ -145,13 +145,13 @@ def timed_s(step: Callable[[], None], device: torch.device) -> float:
 
 def predict(flop_per_s: float, ranks: int, side: Tensor, schedule: str) -> costs.Estimate:
     """A step with links, at the speed that was measured without."""
-    machine = costs.MACHINES["cuda"]._replace(flop_per_s=flop_per_s, visit_s=0.0)
+    cluster = costs.CLUSTERS["cuda"]._replace(flop_per_s=flop_per_s, visit_s=0.0)
     slices = -(-len(side) // ring.slice_height(side, [len(side)] * ranks))
     load = costs.Load(
         len(side), side.shape[1], side.element_size(), slices, stats=5, carried=True, grads=True
     )
     nodes = [rank // PER_NODE for rank in range(ranks)]
-    return costs.estimate(schedule, load, nodes, machine)
+    return costs.estimate(schedule, load, nodes, cluster)
 
 
 def line_of(row: Row) -> str:

@@ -38,11 +38,11 @@ def test_between_nodes_every_block_passes_once_a_node():
 LOAD = costs.Load(
     columns=1024, features=512, feature_bytes=2, slices=1, stats=5, carried=True, grads=True
 )
-MACHINE = costs.Machine(1e14, 1e-4, costs.Link(1e11, 1e-5), costs.Link(1e10, 1e-5))
+CLUSTER = costs.Cluster(1e14, 1e-4, costs.Link(1e11, 1e-5), costs.Link(1e10, 1e-5))
 
 
-def seconds(schedule, load=LOAD, nodes=(0,) * 4, machine=MACHINE):
-    return costs.estimate(schedule, load, nodes, machine).seconds
+def seconds(schedule, load=LOAD, nodes=(0,) * 4, cluster=CLUSTER):
+    return costs.estimate(schedule, load, nodes, cluster).seconds
 
 
 def test_bytes_of_a_pass():
@@ -56,8 +56,8 @@ def test_bytes_of_a_pass():
 
 
 def test_arithmetic_hides_messages_where_blocks_are_large():
-    large = costs.estimate("ring", LOAD._replace(columns=2**17), (0,) * 8, MACHINE)
-    small = costs.estimate("ring", LOAD._replace(columns=2**11), (0,) * 8, MACHINE)
+    large = costs.estimate("ring", LOAD._replace(columns=2**17), (0,) * 8, CLUSTER)
+    small = costs.estimate("ring", LOAD._replace(columns=2**11), (0,) * 8, CLUSTER)
     home = 2**17 * 2068 / 1e11 + 2e-5  # the last hop of each pass waits for nothing else
     assert large.waiting_s == pytest.approx(home)
     assert small.waiting_s / small.seconds > 5 * large.waiting_s / large.seconds
@@ -65,14 +65,14 @@ def test_arithmetic_hides_messages_where_blocks_are_large():
 
 def test_a_plain_ring_waits_for_the_slow_link_at_every_step():
     nodes = (0,) * 8 + (1,) * 8
-    slow = MACHINE._replace(between=costs.Link(1e9, 1e-5))
-    assert seconds("ring", nodes=nodes, machine=slow) > 4 * seconds("two-level", nodes=nodes,
-                                                                    machine=slow)  # fmt: skip
+    slow = CLUSTER._replace(between=costs.Link(1e9, 1e-5))
+    assert seconds("ring", nodes=nodes, cluster=slow) > 4 * seconds("two-level", nodes=nodes,
+                                                                    cluster=slow)  # fmt: skip
     assert seconds("ring") == seconds("two-level"), "on one node they are the same"
 
 
-def choose(load, nodes, room=256 * MIB, machine=MACHINE):
-    return costs.choose(load, nodes, machine, room)
+def choose(load, nodes, room=256 * MIB, cluster=CLUSTER):
+    return costs.choose(load, nodes, cluster, room)
 
 
 def test_the_choice_says_why():
@@ -84,8 +84,8 @@ def test_the_choice_says_why():
     tight = choose(LOAD._replace(columns=64), (0,) * 64, room=MIB)
     assert tight.name == "ring"
     assert "gathering would take" in tight.why
-    slow = MACHINE._replace(between=costs.Link(1e9, 1e-5))
-    large = choose(LOAD._replace(columns=2**13), (0,) * 8 + (1,) * 8, machine=slow, room=MIB)
+    slow = CLUSTER._replace(between=costs.Link(1e9, 1e-5))
+    large = choose(LOAD._replace(columns=2**13), (0,) * 8 + (1,) * 8, cluster=slow, room=MIB)
     assert large.name == "two-level"
     assert choose(LOAD._replace(columns=2**15), (0, 0, 1)).name == "ring", "uneven nodes"
     assert choose(LOAD._replace(columns=2**15), (0, 0, 1, 1)).name == "two-level", "of equals"
@@ -94,8 +94,8 @@ def test_the_choice_says_why():
 
 def test_gathering_uses_all_links_of_a_node():
     nodes, block = (0,) * 8 + (1,) * 8, 1e9
-    assert costs._collective_s(block, nodes, MACHINE) == pytest.approx(15e9 / 1e11 + 4e-5)
-    slow = MACHINE._replace(between=costs.Link(1e9, 1e-5))
+    assert costs._collective_s(block, nodes, CLUSTER) == pytest.approx(15e9 / 1e11 + 4e-5)
+    slow = CLUSTER._replace(between=costs.Link(1e9, 1e-5))
     assert costs._collective_s(block, nodes, slow) == pytest.approx(8 / 8 + 4e-5)
 
 

@@ -142,9 +142,9 @@ def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]
         carried=plan.columns and not pairs.symmetric,
         grads=wanted,
     )
-    machine = costs.MACHINES.get(pairs.device.type, costs.MACHINES["cpu"])
+    cluster = costs.CLUSTERS.get(pairs.device.type, costs.CLUSTERS["cpu"])
     # Known beforehand, so that the choice, and with it the bits of a result, stay as they are.
-    return costs.choose(load, nodes, machine, GATHER_ROOM * plan.workspace_bytes)
+    return costs.choose(load, nodes, cluster, GATHER_ROOM * plan.workspace_bytes)
 
 
 @together

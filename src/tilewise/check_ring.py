@@ -71,7 +71,7 @@ class Speed(NamedTuple):
     overlap: float | None  # share of the messages' own time that the step does not show
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """From each rank to the next, all at once; the slowest counts."""
 
     gb_per_s: float
@@ -86,7 +86,7 @@ class Report(NamedTuple):
     backend: str
     nodes: int
     differences: list[Difference]
-    link: Link | None
+    link: MeasuredLink | None
     speeds: list[Speed]
     chosen: str
 
@@ -212,7 +212,7 @@ def _step(sides: Sides, schedule: str) -> None:
 
 
 def _speed(
-    schedule: str, sides: Sides, config: CheckConfig, alone_ms: float, link: Link | None
+    schedule: str, sides: Sides, config: CheckConfig, alone_ms: float, link: MeasuredLink | None
 ) -> Speed:
     step_ms = _slowest_ms(lambda: _step(sides, schedule), config.repeats, sides[0].device)
     messages_ms = 0.0 if link is None else link.hop_ms * (dist.get_world_size() - 1)
@@ -222,14 +222,14 @@ def _speed(
     return Speed(schedule, step_ms, alone_ms, messages_ms, overlap)
 
 
-def _link(config: CheckConfig, side: Tensor) -> Link:
+def _link(config: CheckConfig, side: Tensor) -> MeasuredLink:
     """By messages of 32 MiB and of one byte, and of what a step sends at a hop."""
     large, small = (side.new_zeros(size, dtype=torch.uint8) for size in (2**25, 1))
     hop = side.new_zeros(config.pairs * config.dim * (2 * side.element_size() + 4),
                          dtype=torch.uint8)  # fmt: skip
     times = [_slowest_ms(partial(_pass_on, x), config.repeats, side.device)
              for x in (large, small, hop)]  # fmt: skip
-    return Link(2**25 / times[0] / 1e6, 1e3 * times[1], times[2])
+    return MeasuredLink(2**25 / times[0] / 1e6, 1e3 * times[1], times[2])
 
 
 def _pass_on(x: Tensor) -> None:

@@ -22,7 +22,7 @@ class Link(NamedTuple):
         return messages * self.latency_s + num_bytes / self.bytes_per_s
 
 
-class Machine(NamedTuple):
+class Cluster(NamedTuple):
     """What ranks and their links can do."""
 
     flop_per_s: float  # of products, kernels around them included
@@ -37,9 +37,9 @@ class Machine(NamedTuple):
 
 # An H200 as measured (docs/distributed.md), NVLink and a 400 Gbit/s card as specified, less a fifth
 # to a third; a core and loopback TCP. Equal on all ranks, so that all choose alike.
-MACHINES = {
-    "cuda": Machine(6.5e14, 2e-3, Link(3e11, 1e-5), Link(4e10, 2e-5)),
-    "cpu": Machine(1e11, 2e-4, Link(1e9, 1e-4), Link(1e9, 1e-4)),
+CLUSTERS = {
+    "cuda": Cluster(6.5e14, 2e-3, Link(3e11, 1e-5), Link(4e10, 2e-5)),
+    "cpu": Cluster(1e11, 2e-4, Link(1e9, 1e-4), Link(1e9, 1e-4)),
 }
 
 
@@ -114,15 +114,15 @@ def passes(load: Load) -> tuple[Pass, Pass]:
     )
 
 
-def estimate(schedule: str, load: Load, nodes: Sequence[int], machine: Machine) -> Estimate:
+def estimate(schedule: str, load: Load, nodes: Sequence[int], cluster: Cluster) -> Estimate:
     """What a schedule costs on ranks that are on such nodes."""
     world, gathers = len(nodes), schedule == "gather"
     time = waiting = 0.0
     for one in passes(load):
         if gathers:
-            busy, waits = _gathered(one, load, nodes, machine)
+            busy, waits = _gathered(one, load, nodes, cluster)
         else:
-            busy, waits = _passed_on(one, load, _crossings(schedule, nodes), machine)
+            busy, waits = _passed_on(one, load, _crossings(schedule, nodes), cluster)
         time, waiting = time + busy + waits, waiting + waits
     wide = load.wide_bytes if load.grads else 0
     held = load.columns * load.features * (load.feature_bytes + wide)
@@ -131,17 +131,17 @@ def estimate(schedule: str, load: Load, nodes: Sequence[int], machine: Machine) 
 
 
 def _passed_on(
-    one: Pass, load: Load, crossings: list[bool], machine: Machine
+    one: Pass, load: Load, crossings: list[bool], cluster: Cluster
 ) -> tuple[float, float]:
     """Seconds at work, and waiting, of columns that go from rank to rank."""
-    visit = load.slices * machine.visit_s + one.products * load.flop / machine.flop_per_s
+    visit = load.slices * cluster.visit_s + one.products * load.flop / cluster.flop_per_s
     messages = load.slices * (2 if one.found_bytes else 1)
     waits = 0.0
     for crosses in crossings:
-        hop = machine.link(crosses).seconds(load.columns * one.hop_bytes, messages)
+        hop = cluster.link(crosses).seconds(load.columns * one.hop_bytes, messages)
         waits += max(0.0, hop - visit)
     if one.found_bytes and crossings:  # home, while nothing else is done
-        waits += machine.link(any(crossings)).seconds(load.columns * one.found_bytes)
+        waits += cluster.link(any(crossings)).seconds(load.columns * one.found_bytes)
     return (len(crossings) + 1) * visit, waits
 
 
@@ -159,29 +159,29 @@ def _crossings(schedule: str, nodes: Sequence[int]) -> list[bool]:
     return [step % width == width - 1 for step in range(world - 1)]
 
 
-def _gathered(one: Pass, load: Load, nodes: Sequence[int], machine: Machine) -> tuple[float, float]:
+def _gathered(one: Pass, load: Load, nodes: Sequence[int], cluster: Cluster) -> tuple[float, float]:
     """Seconds at work, and waiting, of columns that come all at once."""
-    world, work = len(nodes), one.products * load.flop / machine.flop_per_s
-    coming = _collective_s(load.columns * one.column_bytes, nodes, machine)
-    waits = max(0.0, coming - machine.visit_s - work)
+    world, work = len(nodes), one.products * load.flop / cluster.flop_per_s
+    coming = _collective_s(load.columns * one.column_bytes, nodes, cluster)
+    waits = max(0.0, coming - cluster.visit_s - work)
     if one.found_bytes:
-        waits += _collective_s(load.columns * one.found_bytes, nodes, machine)
+        waits += _collective_s(load.columns * one.found_bytes, nodes, cluster)
     # One's own columns, and then those of the ranks before and of those after.
-    return min(3, world) * machine.visit_s + world * work, waits
+    return min(3, world) * cluster.visit_s + world * work, waits
 
 
-def _collective_s(block_bytes: float, nodes: Sequence[int], machine: Machine) -> float:
+def _collective_s(block_bytes: float, nodes: Sequence[int], cluster: Cluster) -> float:
     """To bring each rank's block to all: over all links of a node at once, as NCCL does it."""
     world, count = len(nodes), len(set(nodes))
     messages = math.ceil(math.log2(max(2, world)))
-    inside = machine.inside.seconds((world - 1) * block_bytes, messages)
+    inside = cluster.inside.seconds((world - 1) * block_bytes, messages)
     if count == 1:
         return inside
     width = world / count
-    return max(inside, machine.between.seconds((world - width) / width * block_bytes, messages))
+    return max(inside, cluster.between.seconds((world - width) / width * block_bytes, messages))
 
 
-def choose(load: Load, nodes: Sequence[int], machine: Machine, room_bytes: int) -> Schedule:
+def choose(load: Load, nodes: Sequence[int], cluster: Cluster, room_bytes: int) -> Schedule:
     """The fastest schedule by estimate; gathering only where its columns fit into `room_bytes`."""
     if len(nodes) == 1:
         return Schedule("ring", "a ring of one has nothing to send")
@@ -190,7 +190,7 @@ def choose(load: Load, nodes: Sequence[int], machine: Machine, room_bytes: int) 
     levels = len(set(nodes)) > 1 and refusal("two-level", nodes) is None
     # Of two that cost the same the first is taken.
     names = ["two-level", "ring"] if levels else ["ring"]
-    told, found = "", estimate("gather", load, nodes, machine)
+    told, found = "", estimate("gather", load, nodes, cluster)
     if found.extra_bytes <= room_bytes:
         names.append("gather")
     else:
@@ -198,7 +198,7 @@ def choose(load: Load, nodes: Sequence[int], machine: Machine, room_bytes: int) 
             f"; gathering would take {found.extra_bytes / 2**20:,.0f} MiB, more than "
             f"{room_bytes / 2**20:,.0f}, four times the workspace"
         )
-    estimates = [estimate(name, load, nodes, machine) for name in names]
+    estimates = [estimate(name, load, nodes, cluster) for name in names]
     best = min(estimates, key=lambda one: one.seconds)
     return Schedule(best.schedule, "estimated " + "; ".join(map(str, estimates)) + told)
 

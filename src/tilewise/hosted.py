@@ -29,7 +29,7 @@ def is_hosted(pairs: Pairs) -> bool:
     return any(Blocks.is_away(x, pairs) for x in (pairs.rows, pairs.columns))
 
 
-class Visit(NamedTuple):
+class BlockVisit(NamedTuple):
     """A block of rows and one of columns, on the device."""
 
     number: int  # among all visits
@@ -68,7 +68,7 @@ class Blocks:
         """Whether features are elsewhere than where they are computed on."""
         return side.device != pairs.device
 
-    def visits(self, totals: Tensor | None = None) -> Iterator[Visit]:
+    def visits(self, totals: Tensor | None = None) -> Iterator[BlockVisit]:
         """Every block of rows with every block of columns, its own first.
 
         From the second block of rows on `totals` (M, D) are brought along with the columns.
@@ -79,7 +79,7 @@ class Blocks:
             order = self._order(i)
             for col in order:
                 cols, *total = next(feed)
-                yield Visit(
+                yield BlockVisit(
                     number, self.rows[i], col, self._pairs(self.rows[i], col, rows, cols),
                     self._plan(col), total[0] if total else None, col is order[-1],
                 )  # fmt: skip
@@ -117,7 +117,7 @@ class Blocks:
             skip_self=pairs.skip_self and own,
         )
 
-    def mirrors(self, visit: Visit) -> bool:
+    def mirrors(self, visit: BlockVisit) -> bool:
         """Whether the columns are rows of another block, which will meet these rows as columns."""
         return self.pairs.symmetric and visit.row != visit.col
 
@@ -179,7 +179,7 @@ def differentiate(
 
 
 def _known(
-    visit: Visit, blocks: Blocks, swept: Swept, upstream: tuple[Tensor, Tensor]
+    visit: BlockVisit, blocks: Blocks, swept: Swept, upstream: tuple[Tensor, Tensor]
 ) -> tuple[Swept, tuple[Tensor, Tensor]]:
     """What the forward found about two blocks, and the gradient of each of those numbers."""
     # What weighs without a forward has no memos.
@@ -236,7 +236,7 @@ class _Shared:
         found = torch.stack([mask.sum() for mask in self.masks.values()]).tolist()
         self.counts = dict(zip(self.masks, found, strict=True))
 
-    def apart(self, visit: Visit) -> Iterator[Pairs]:
+    def apart(self, visit: BlockVisit) -> Iterator[Pairs]:
         """A visit's pairs without those; and those of many visits, once they are many."""
         count, m = self.counts.get(visit.col.start, -1), visit.pairs.shape[1]
         # Without ids, or with so many that it does not pay.
@@ -251,7 +251,7 @@ class _Shared:
             self.aside.clear()
             yield visit.pairs._replace(cols=cols, col_ids=ids)
 
-    def _without(self, visit: Visit, count: int) -> Tensor:
+    def _without(self, visit: BlockVisit, count: int) -> Tensor:
         """The block's columns but for so many that are put aside, in another order."""
         pairs, mask = visit.pairs, self.masks[visit.col.start]
         assert pairs.cols is not None
@@ -305,7 +305,7 @@ class _Total:
         several = len(blocks.rows) > 1 and needs.cols
         self.acc = _room(pairs.columns, pairs.dtype, pairs) if several else None
 
-    def add(self, visit: Visit, found: Grads, share: float) -> None:
+    def add(self, visit: BlockVisit, found: Grads, share: float) -> None:
         """Add those of a visit, of the scale a share."""
         if self.needs.scale:
             self.scale += share * found.scale
