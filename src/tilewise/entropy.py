@@ -20,6 +20,7 @@ from tilewise import groups
 from tilewise.autograd import no_second_derivative, plain, save_nothing
 from tilewise.backends import fused
 from tilewise.pairs import exact_dtype
+from tilewise.reductions import Stats
 
 STATS = "Tensor rows, Tensor cols, Tensor? weight"
 WHOLE = torch.contiguous_format
@@ -65,10 +66,11 @@ def _whole(weight: Tensor | None) -> Tensor | None:
 
 def _slots(stats: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logarithm of the odds against each slot's positive, and the slot's share in the sum."""
-    exact = stats.to(exact_dtype(stats))
-    has = exact[3] > 0
-    share = has.to(exact.dtype) if weight is None else torch.where(has, weight.to(exact.dtype), 0.0)
-    return torch.where(has, exact[0] - exact[1], 0.0), share
+    exact = exact_dtype(stats)
+    known = Stats.unpack(stats.to(exact))
+    has = known.positive_count > 0
+    share = has.to(exact) if weight is None else torch.where(has, weight.to(exact), 0.0)
+    return torch.where(has, known.values - known.positives, 0.0), share
 
 
 @entropy.register_fake
@@ -92,7 +94,8 @@ def _pull_stats(*args: Any) -> tuple[Tensor, Tensor]:
     for out, side, divisor in zip(found, (rows, cols), divisors, strict=False):
         odds, share = _slots(side, weight)
         d = torch.sigmoid(odds) * share * (upstream / divisor)
-        out[0], out[1] = d, -d
+        d_stats = Stats.unpack(out)
+        d_stats.values[:], d_stats.positives[:] = d, -d
     return found[0], found[1]
 
 

@@ -271,5 +271,5 @@ def nothing(k: int, like: Tensor, size: int) -> Tensor:
     """Packed stats (k, size) of slots without pairs."""
     packed = like.new_zeros(k, size)
     if k > 1:
-        packed[0] = -INFINITY
+        Stats.unpack(packed).values.fill_(-INFINITY)
     return packed
