@@ -413,9 +413,9 @@ def slots_made(rank, cases):
 
 def _slots_made(rank, sizes):
     made = []
-    plain = ring._Passage._free
+    plain = ring._Slots.give_back
     ring.SLICE_BYTES = 16 * 8 * 8
-    ring._Passage._free = lambda self, message: (plain(self, message), made.append(self.slots))
+    ring._Slots.give_back = lambda self, message: (plain(self, message), made.append(self.known))
     start = sum(sizes[:rank])
     loss = tw.clip_loss(*(x[start : start + sizes[rank]].requires_grad_()
                           for x in features(sum(sizes))), 5.0, group=dist.group.WORLD,

@@ -133,21 +133,25 @@ class Ring:
 
 
 class _Passage:
-    """One way round. All ranks post the same messages in the same order, as NCCL needs it.
+    """One way round. At step s the columns of rank owners[s] are here; for each slice k of them:
 
-    And as TORCH_DISTRIBUTED_DEBUG checks it: one that has no slice left sends a number instead.
+        hand on   slice k goes to the next rank, slice k of the next columns comes,
+        visit     the caller works on it,
+        follow    what was found about it, here and before, goes after it; that of the next comes.
+
+    All ranks post the same messages in the same order, as NCCL needs it and TORCH_DISTRIBUTED_DEBUG
+    checks it: one that has no slice k, its columns being fewer, sends or receives a number instead.
     """
 
     def __init__(self, ring: Ring, cargo: Parts, carry: Carry | None) -> None:
         self.ring, self.cargo, self.carry = ring, cargo, carry
         self.route = route_of(ring.rank, ring.nodes)
-        self.height = slice_height(cargo[0], ring.sizes)
-        cut = [[slice(*span) for span in spans(size, self.height)] for size in ring.sizes]
-        self.cuts = [cut[owner] for owner in self.route.owners]
-        self.count = max(map(len, cut))
-        self.slots: dict[int, Tensor] = {}  # memory for what was found, by where it begins
-        self.spare: list[Tensor] = []  # of which what was found has left
-        self.leaving: list[Message] = []
+        height = slice_height(cargo[0], ring.sizes)
+        cut = [[slice(*span) for span in spans(size, height)] for size in ring.sizes]
+        self.cuts = [cut[owner] for owner in self.route.owners]  # of the columns here, by step
+        self.count = max(map(len, cut))  # messages of a step
+        self.slots = _Slots(min(height, max(ring.sizes)))
+        self.leaving: list[Message] = []  # with what was found, the last two
 
     def visits(self) -> Iterator[Visit]:
         here, behind = yield from self._stay()
@@ -155,87 +159,66 @@ class _Passage:
             here, behind = yield from self._pass(step, here, behind)
         if self.carry is not None:
             home = [x for parts in _arrived(behind, self.cuts[0]) for x in parts]
-            slot = self.slots.get(home[0].data_ptr(), home[0]) if len(home) == 1 else None
             # What is in one piece may stay: without the rest of a slot that it does not fill.
-            fills = slot is None or len(slot) == len(home[0])
+            fills = len(home) != 1 or len(self.slots.whole(home[0])) == len(home[0])
             self.carry.home = home if fills else [home[0].clone()]
 
     def _stay(self) -> Step:
-        """Look at one's own columns while they set out."""
+        """Look at one's own columns, all at once, while they set out."""
         mine, coming = self.cuts[:2]
         here = [tuple(x[cut] for x in self.cargo) for cut in mine]
-        ahead = [self._hand_on(0, here[k : k + 1], k) for k in range(self.count)]
+        ahead = [self._hand_on(0, k, here) for k in range(self.count)]
         visit = Visit(True, self.cargo)
         yield visit
         found = [] if visit.found is None else [visit.found[cut] for cut in mine]
-        self.slots = {x.data_ptr(): x for x in found}
+        self.slots.adopt(found)
         visit.found, behind = None, list[Message]()
         for k in range(self.count):
-            self._follow(0, found[k : k + 1], behind)
+            behind.append(self._follow(0, k, found[k] if k < len(found) else None))
         return _arrived(ahead, coming), behind
 
     def _pass(self, step: int, here: list[Parts], behind: list[Message]) -> Step:
         """Look at another's columns, slice by slice, while they and the next ones move on."""
-        mine, coming = self.cuts[step : step + 2]
         ahead, following = list[Message](), list[Message]()
         for k in range(self.count):
-            ahead.append(self._hand_on(step, here[k : k + 1], k))
-            found = []
-            if k < len(mine):
+            ahead.append(self._hand_on(step, k, here))
+            found = None
+            if k < len(here):
                 visit = Visit(False, here[k])
                 yield visit
                 if self.carry is not None and visit.found is not None:
-                    self._free(behind[k])
-                    found = [self.carry.join(behind[k].received[0], visit.found)]
+                    self.slots.give_back(behind[k])
+                    found = self.carry.join(behind[k].received[0], visit.found)
                 # Nothing of it is needed any more.
-                behind[k : k + 1], visit.found, here[k] = [Message(())], None, ()
-            self._follow(step, found, following)
+                behind[k], visit.found, here[k] = Message(()), None, ()
+            following.append(self._follow(step, k, found))
             # Once it has left, its memory is free for the slice after the next.
             ahead[k].wait()
         # Those without an answer too: what is dropped before it has left is lost.
         _arrived(behind, [])
-        return _arrived(ahead, coming), following
+        return _arrived(ahead, self.cuts[step + 1]), following
 
-    def _hand_on(self, step: int, parts: list[Parts], k: int) -> Message:
+    def _hand_on(self, step: int, k: int, here: list[Parts]) -> Message:
         """Send slice k of the columns that are here, receive that of the next."""
         if step == self.ring.world - 1:  # what would come next is one's own
             return Message(())
-        to_fill = [self._empty(cut) for cut in self.cuts[step + 1][k : k + 1]]
-        send, fill = (
-            some[0] if some else tuple(x.new_zeros(1) for x in self.cargo)
-            for some in (parts, to_fill)
-        )
+        coming = self.cuts[step + 1]
+        send = here[k] if k < len(here) else self._numbers()
+        fill = self._empty(coming[k]) if k < len(coming) else self._numbers()
         return self.ring.exchange(self._neighbours(step), send, fill)
 
-    def _follow(self, step: int, found: list[Tensor], following: list[Message]) -> None:
-        """Send what was found about a slice, receive what was about that of the next."""
+    def _follow(self, step: int, k: int, found: Tensor | None) -> Message:
+        """Send what was found about slice k, receive what was about that of the next."""
         if self.carry is None or self.ring.world == 1:
-            following.append(Message(tuple(found)))
-            return
+            return Message(() if found is None else (found,))
         # Two are on their way; what comes takes the place of what has left before.
         if len(self.leaving) == 2:
-            self._free(self.leaving.pop(0))
-        k = len(following)
-        to_fill = [self._slot(_length(cut)) for cut in self.cuts[step + 1][k : k + 1]]
-        send, fill = (some or [self.carry.like.new_zeros(1)] for some in (found, to_fill))
-        following.append(self.ring.exchange(self._neighbours(step), send, fill))
-        self.leaving.append(following[-1])
-
-    def _slot(self, size: int) -> Tensor:
-        """Memory for what was found about so many columns: the smallest that is free, or new."""
-        assert self.carry is not None
-        fits = [i for i, spare in enumerate(self.spare) if len(spare) >= size]
-        if fits:
-            return self.spare.pop(min(fits, key=lambda i: len(self.spare[i])))[:size]
-        height = min(self.height, max(self.ring.sizes))
-        slot = self.carry.like.new_empty(height, *self.carry.like.shape[1:])
-        self.slots[slot.data_ptr()] = slot
-        return slot[:size]
-
-    def _free(self, message: Message) -> None:
-        """What it sent lies in memory that can be used again, all of it where part was used."""
-        sent = (self.slots.get(x.data_ptr(), x) for x in message.release())
-        self.spare += (x for x in sent if x.dim() > 1)
+            self.slots.give_back(self.leaving.pop(0))
+        like, coming = self.carry.like, self.cuts[step + 1]
+        fill = self.slots.take(_length(coming[k]), like) if k < len(coming) else like.new_zeros(1)
+        send = like.new_zeros(1) if found is None else found
+        self.leaving.append(self.ring.exchange(self._neighbours(step), [send], [fill]))
+        return self.leaving[-1]
 
     def _neighbours(self, step: int) -> tuple[int, int]:
         return self.route.after[step], self.route.before[step]
@@ -243,13 +226,49 @@ class _Passage:
     def _empty(self, cut: slice) -> Parts:
         return tuple(x.new_empty(_length(cut), *x.shape[1:]) for x in self.cargo)
 
+    def _numbers(self) -> Parts:
+        """In place of a slice."""
+        return tuple(x.new_zeros(1) for x in self.cargo)
 
+
+# Returns the next columns, by slice, and what is behind them: messages of what was found so far.
 Step = Generator[Visit, None, tuple[list[Parts], list[Message]]]
 
 
 def _arrived(messages: list[Message], cuts: list[slice]) -> list[Parts]:
     """What came of each slice, once all has come and gone."""
     return [message.wait() for message in messages][: len(cuts)]
+
+
+class _Slots:
+    """Memory for what is found about slices, used again once what was in it has left."""
+
+    def __init__(self, height: int) -> None:
+        self.height = height
+        self.known: dict[int, Tensor] = {}  # all of each, by where it begins
+        self.free: list[Tensor] = []
+
+    def adopt(self, tensors: list[Tensor]) -> None:
+        """Count memory among the slots that somebody else has made."""
+        self.known |= {x.data_ptr(): x for x in tensors}
+
+    def take(self, size: int, like: Tensor) -> Tensor:
+        """Room for so many columns: of the smallest slot that is free, or of a new one."""
+        fits = [i for i, slot in enumerate(self.free) if len(slot) >= size]
+        if fits:
+            return self.free.pop(min(fits, key=lambda i: len(self.free[i])))[:size]
+        slot = like.new_empty(self.height, *like.shape[1:])
+        self.adopt([slot])
+        return slot[:size]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All of the slot of which x is the beginning; x itself of other memory."""
+        return self.known.get(x.data_ptr(), x)
+
+    def give_back(self, message: Message) -> None:
+        """What it sent lies in memory that can be used again, but for a number."""
+        sent = (self.whole(x) for x in message.release())
+        self.free += (x for x in sent if x.dim() > 1)
 
 
 class _Gathering:
