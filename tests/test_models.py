@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tilewise.models.base import evaluating
 from tilewise.models.image_text import ImageText
 from tilewise.models.libraries import need
 from tilewise.models.patches import Patches, multiply_patches
+from tilewise.models.places import place_features
 from tilewise.models.text_pairs import TextPairs
 from tilewise.models.two_views import TwoViews
 from tilewise.models.weights import read_weights
@@ -164,6 +166,64 @@ def test_places_of_an_image_have_features(tmp_path, config):
         places = model.patches(pixels)
     assert places.shape[:2] == (2, config["embed_dim"])
     torch.testing.assert_close(places.norm(dim=1), torch.ones(2, *places.shape[2:]))
+
+
+TIMM = {"timm_model_pretrained": False, "timm_proj": "linear"}
+
+
+@pytest.mark.parametrize(
+    "tower",
+    [
+        json.loads(Path(TINY).read_text())["vision_cfg"],
+        {**TIMM, "timm_model_name": "tf_efficientnet_lite0", "image_size": 32},
+        {**TIMM, "timm_model_name": "test_vit", "image_size": 16, "timm_pool": "avg"},
+        {"image_size": 16, "patch_size": 16, "layers": 1, "width": 64, "pool_type": "avg"},
+    ],
+    ids=["convnext", "efficientnet", "timm's vit", "vit"],
+)
+def test_an_image_of_one_place_is_that_place(tmp_path, tower):
+    """All that follows the layers of a tower is done to places too: norms, convolutions."""
+    (tmp_path / "model.json").write_text(json.dumps({**VIT, "vision_cfg": tower}))
+    torch.manual_seed(0)
+    model = ImageText(str(tmp_path / "model.json"))
+    for parameter in model.net.visual.parameters():
+        if parameter.ndim == 1:  # of norms: as training leaves them
+            nn.init.normal_(parameter, 1.0, 0.5)
+    pixels = torch.randint(0, 256, (3, 3, model.image_size, model.image_size), dtype=torch.uint8)
+    with evaluating(model):
+        places, images = model.patches(pixels), model.images(pixels)
+    assert places.shape[2:] == (1, 1)
+    torch.testing.assert_close(places[:, :, 0, 0], images)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("swin_tiny_patch4_window7_224", {"img_size": 32}),  # channels last
+        ("test_vit", {"img_size": 16, "global_pool": "map", "class_token": False}),
+    ],
+)
+def test_places_of_other_layouts_and_poolings(name, how):
+    trunk = need("timm").create_model(name, num_classes=0, **how).eval()
+    pixels = torch.randn(2, 3, how["img_size"], how["img_size"])
+    with torch.no_grad():
+        places = place_features(SimpleNamespace(trunk=trunk, head=nn.Identity()), pixels)
+        torch.testing.assert_close(places, trunk(pixels)[:, None, None])
+
+
+def test_places_of_a_vit_lie_as_in_the_image(tmp_path):
+    """Without positions, patches differ by their pixels only."""
+    (tmp_path / "model.json").write_text(
+        json.dumps({**VIT, "vision_cfg": {**TIMM, "timm_model_name": "test_vit", "image_size": 32}})
+    )
+    model = ImageText(str(tmp_path / "model.json"))
+    nn.init.zeros_(model.net.visual.trunk.pos_embed)
+    pixels = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    pixels[..., :16, 16:] = 200
+    with evaluating(model):
+        places = model.patches(pixels)[0]
+    bright = (places - places[:, :1, :1]).abs().amax(0) > 1e-3
+    assert bright.tolist() == [[False, True], [False, False]]
 
 
 def test_scenes_of_a_vit(tmp_path):

@@ -470,6 +470,14 @@ def test_scenes_are_found_by_one_who_knows(folder, tmp_path):
     assert suite.run(blind)[f"{name}/pointing_accuracy"] < 0.4
 
 
+def test_places_that_compare_with_no_text_are_told_before_training(folder, tmp_path):
+    other = Colours()
+    other.patches = lambda pixels: torch.ones(len(pixels), 99, 1, 1)
+    suite = Suite(EvalConfig(retrieval=(), zero_shot=(), localise=(table(tmp_path, folder),)))
+    with pytest.raises(OptionError, match="localise needs features of places"):
+        suite.check(other)
+
+
 def test_what_every_text_finds_does_not_count(folder, tmp_path):
     """A model whose texts are all most like the empty canvas still finds what they name."""
 

@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from tilewise.data.order import permuted, uniforms
 from tilewise.data.samples import Sample, Source
-from tilewise.errors import DataError
+from tilewise.errors import DataError, OptionError
 from tilewise.evaluate import plots
 from tilewise.evaluate.embed import damage, pixels_of
-from tilewise.models.base import PairModel
+from tilewise.models.base import PairModel, evaluating
 
 GRID = 3  # cells a side of a scene
 THINGS, FEWEST = 4, 2  # of them with an image, and where the data have no more
@@ -148,9 +148,27 @@ def localise(
     }
 
 
+def check_scenes(model: PairModel, source: Source) -> None:
+    """Raise unless scenes can be made of the data, and the model compares places with texts."""
+    scene = make_scene(source, 0, model.image_size)
+    try:
+        with evaluating(model):
+            _similarities(model, _pixels([scene]), model.texts([scene.text]))
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise OptionError(
+            "localise needs features of places in an image, and those of this model cannot be had "
+            f"or compared with texts: {error}; leave it out"
+        ) from error
+
+
+def _pixels(scenes: list[Scene]) -> Tensor:
+    """(n, 3, side, side) of each."""
+    return torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
+
+
 def heat_maps(model: PairModel, scenes: list[Scene]) -> Tensor:
     """(n, side, side): how similar every pixel of a scene is to its text."""
-    pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
+    pixels = _pixels(scenes)
     side, size = pixels.shape[-1], model.image_size
     texts = model.texts([scene.text for scene in scenes])
     # What any text finds in a place, such as the empty canvas, does not tell this one's.

@@ -36,7 +36,7 @@ from tilewise.evaluate.embed import (
     pixels_of,
     untold,
 )
-from tilewise.evaluate.localise import localise, make_scene
+from tilewise.evaluate.localise import check_scenes, localise
 from tilewise.evaluate.ranking import image_text_metrics, retrieval_metrics, top
 from tilewise.models.base import PairModel, evaluating
 from tilewise.ranks import ALONE, Ranks
@@ -102,7 +102,7 @@ class Suite:
             self._check_probe()
         for name in self.config.localise:
             try:
-                make_scene(self.sources[name], 0, model.image_size)
+                check_scenes(model, self.sources[name])
             except DataError as error:
                 raise DataError(f"localise {name!r}: {error}", error.kind) from error
 

@@ -22,6 +22,7 @@ from tilewise.errors import DataError, OptionError
 from tilewise.models.base import PairModel
 from tilewise.models.libraries import need, quiet
 from tilewise.models.patches import multiply_patches
+from tilewise.models.places import place_features
 from tilewise.models.weights import load_weights, write_tensors
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -163,23 +164,8 @@ class ImageText(PairModel):
         return functional.normalize(self.net.encode_text(tokens).float(), dim=-1)
 
     def patches(self, pixels: Tensor) -> Tensor:
-        """What the tower sees at each place, through the projection that images take."""
-        visual = self.net.visual
-        out = visual.forward_intermediates(
-            self.normalised(pixels),
-            indices=1,
-            normalize_intermediates=True,
-            intermediates_only=True,
-        )
-        places: Tensor = out["image_intermediates"][-1]  # (n, C, h, w)
-        flat = places.flatten(2).transpose(1, 2).float()
-        if hasattr(visual, "trunk"):
-            flat = visual.head(flat)
-        elif getattr(visual, "proj", None) is not None:
-            flat = flat @ visual.proj.float()
-        flat = functional.normalize(flat, dim=-1)
-        found: Tensor = flat.transpose(1, 2).unflatten(2, tuple(places.shape[2:]))
-        return found
+        places = place_features(self.net.visual, self.normalised(pixels)).float()
+        return functional.normalize(places, dim=-1).permute(0, 3, 1, 2)
 
     def view(self) -> View:
         """As open_clip's transform for evaluation has it."""
