@@ -370,6 +370,26 @@ def test_twins_tie_whatever_the_micro_batch(folder, tmp_path):
         assert torch.equal(alike, alike[:1].expand_as(alike))
 
 
+@pytest.mark.parametrize(
+    ("pair", "beside", "way"),
+    [
+        ({"query": "{}", "positive": "{} thing"}, {"text": "of the shop"}, ""),
+        ({"image": "images/{}/0.jpg", "text": "{}"}, {"query": "any"}, "image_to_text_"),
+    ],
+    ids=["texts", "images"],
+)
+def test_what_stands_beside_a_pair_is_not_measured(folder, tmp_path, pair, beside, way):
+    """A query finds its positive, an image its captions, as in training."""
+    rows = [{key: x.format(name) for key, x in pair.items()} | beside for name in COLOURS]
+    name = str(tmp_path / "some.jsonl")
+    Path(name).write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(name)
+    assert len({source[i]["id"] for i in range(len(source))}) == len(COLOURS)
+    found = Suite(EvalConfig(retrieval=(name,), zero_shot=())).run(Colours())
+    assert found[f"{name}/{way}gallery"] == len(COLOURS)
+    assert found[f"{name}/{way}R@1"] == 1.0
+
+
 def test_queries_with_several_documents(tmp_path):
     """A query is there once, and finds each of its documents; one that has none is left out."""
     rows = [("red", "red one"), ("red", "red two"), ("blue", "blue"), ("green", None)]

@@ -44,10 +44,12 @@ def text_id(text: str) -> int:
 
 
 def default_id(sample: Sample, index: int) -> int:
-    """Who a sample is that does not say so: its first caption, else its positive, else `index`."""
-    if "text" in sample:
-        return text_id(sample["text"][0])
-    return text_id(sample["positive"]) if "positive" in sample else index
+    """Who a sample is that does not say so: the positive of its query, else its first caption, else
+    its positive, else `index`.
+    """
+    if "positive" in sample and ("query" in sample or "text" not in sample):
+        return text_id(sample["positive"])
+    return text_id(sample["text"][0]) if "text" in sample else index
 
 
 def sample_of(fields: Mapping[str, Any]) -> Sample:

@@ -193,11 +193,12 @@ class Embedder:
                 for each in samples
             ]
         for each in samples:
-            texts = each.get("text", (each["positive"],) if "positive" in each else ())
-            part.texts += [
-                (each["id"], text) for text in (texts if self.captions == "all" else texts[:1])
-            ]
-            if "query" in each:
+            # As in training: an image's captions, or a query's positive, whatever stands beside.
+            paired = view is None or "text" not in each
+            found = (each["positive"],) if paired and "positive" in each else each.get("text", ())
+            texts = found if self.captions == "all" else found[:1]
+            part.texts += [(each["id"], text) for text in texts]
+            if paired and "query" in each:
                 part.queries.append((each["id"], each["query"]))
         return part
 
