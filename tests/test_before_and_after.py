@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -425,6 +426,15 @@ def test_features_that_do_not_fit(tmp_path, sizes, how, says, monkeypatch):
     monkeypatch.setattr(loop, "open_source", lambda name, index_folder: rows)
     with pytest.raises(DataError, match=says):
         Trainer(config(tmp_path, batch_size=2, **how), ALONE).run()
+
+
+def test_images_of_a_size_that_a_tower_refuses(tmp_path):
+    """timm asserts where others raise."""
+    model = json.loads(Path(TINY).read_text())
+    model["vision_cfg"] |= {"timm_model_name": "swin_tiny_patch4_window7_224", "image_size": 64}
+    (tmp_path / "swin.json").write_text(json.dumps(model))
+    with pytest.raises(DataError, match=r"do not go through the model .*64.*doesn't match model"):
+        Trainer(config(tmp_path, model=str(tmp_path / "swin.json")), ALONE)
 
 
 @pytest.fixture

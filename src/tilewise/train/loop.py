@@ -161,7 +161,7 @@ class Trainer:
             with torch.no_grad(), autocast(config, self.ranks.device), evaluating(self.model):
                 out = self.model(**self.model.precompute(moved(inputs, self.ranks.device)))
                 check_alike(*(out[name].shape[1] for name in ("rows", "cols")))
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in inputs.items())
             raise DataError(
                 f"samples of {config.data.train_data!r} do not go through the model "
