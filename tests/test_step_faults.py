@@ -67,6 +67,26 @@ def test_what_a_gradient_needs_must_not_be_changed(keep):
     assert all(p.grad is None for p in net.parameters())
 
 
+def spread(how, x):
+    """A product with a sparse matrix, as in graph networks, or of ragged rows."""
+    if how == "nested":
+        ragged = torch.nested.as_nested_tensor([row[None] for row in x], layout=torch.jagged)
+        return torch.nested.to_padded_tensor((ragged * ragged).sin(), 0.0)[:, 0]
+    links = data(len(x), len(x)).relu()
+    return (links.to_sparse() if how == "coo" else links.to_sparse_csr()) @ x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("how", ["coo", "csr", "nested"])
+def test_graphs_that_hold_sparse_or_nested_tensors(how):
+    """What they take is measured, though they have no storage of their own."""
+    net, other = tower(), tower()
+    result = tw.CachedStep(lambda x: spread(how, net(x)), weighted, micro_batch=4, keep=100)(data())
+    weighted(torch.cat([spread(how, other(part)) for part in data().split(4)])).backward()
+    assert off(grads_of(net), grads_of(other)) <= 1e-12
+    assert result.metrics.kept == 3
+
+
 def test_features_of_one_number_may_be_near_zero():
     """One that is rounded otherwise without a graph: by as much as the others, not by less."""
 

@@ -154,6 +154,13 @@ def _untraced(call: Callable[..., Result]) -> Callable[..., Result]:
     return untraced
 
 
+def _numbers_of(x: Tensor) -> Tensor:
+    """Itself, or the values of a sparse or nested one, which has no storage of its own."""
+    if x.layout == torch.strided and not x.is_nested:
+        return x
+    return x._values() if x.layout == torch.sparse_coo else x.values()
+
+
 @contextmanager
 def held_bytes(device: torch.device) -> Iterator[Held]:
     """What the graph made inside holds: memory still in use, or, off CUDA, the saved tensors."""
@@ -168,7 +175,7 @@ def held_bytes(device: torch.device) -> Iterator[Held]:
     def note(x: Tensor) -> tuple[Tensor, int]:
         source = x if x._base is None else x._base
         if not (source.is_leaf and source.requires_grad):  # parameters are there anyway
-            storage = x.untyped_storage()
+            storage = _numbers_of(x).untyped_storage()
             saved[storage.data_ptr()] = storage.nbytes()
         # Not x itself: a node that saves its own output would hold itself.
         return x.detach(), x._version
