@@ -13,7 +13,14 @@ from torch.nn.parameter import is_lazy
 from tilewise import groups, measure
 from tilewise.errors import OptionError
 from tilewise.featurebuffers import Features, Probe
-from tilewise.gradsync import Averager, forward_of, modules_of, noticing, within
+from tilewise.gradsync import (
+    Averager,
+    forward_of,
+    modules_of,
+    noticing,
+    share_buffers,
+    within,
+)
 from tilewise.microbatches import Piece
 from tilewise.randomness import Dice, Place, State, all_buffers
 from tilewise.stepchecks import (
@@ -60,6 +67,7 @@ class Towers:
         """Walk through all modules, once a step: they may have been changed since last time."""
         self.parts = _walked(self.modules)
         self._check(self.parts)
+        share_buffers(self.parts)
         owned = (p for part in self.parts for p in part._parameters.values() if p is not None)
         self.parameters = list({id(p): p for p in owned}.values())
         before, self.to_train = self.to_train, [p.requires_grad for p in self.parameters]

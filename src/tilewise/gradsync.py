@@ -190,6 +190,18 @@ def averages(module: Any) -> bool:
     return ddp or hasattr(module, "set_requires_gradient_sync")
 
 
+def share_buffers(modules: Iterable[nn.Module]) -> None:
+    """Let DDP modules take over the first rank's buffers now, as their next forward would.
+
+    What is run again begins with the buffers of before its forward: those must be the shared ones.
+    """
+    for module in modules:
+        ddp: Any = module
+        if hasattr(ddp, "_check_sync_bufs_pre_fwd") and ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_buffers()
+            ddp.require_forward_param_sync = False  # not twice
+
+
 @contextmanager
 def forward_of(owners: Sequence[Averager], final: Callable[[Averager], bool]) -> Iterator[None]:
     """Run a forward with a graph; those whose `final` it is average in its backward."""
