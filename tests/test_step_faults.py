@@ -1006,6 +1006,30 @@ def test_ddp_shares_buffers_before_they_are_remembered(keep, hidden):
         assert kept == (1 if keep else 0)
 
 
+class Inside(nn.Module):
+    """Takes its step in its forward, as Lightning's modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = tower()
+        self.forward = tw.CachedStep(self.net, weighted, micro_batch=2)
+
+
+def step_in_ddp(rank):
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    module = Ddp(Inside())
+    with pytest.raises(tw.OptionError, match=r"without an average .* in that of a Inside; wrap"):
+        module(data(6))
+    module.module(data(6))
+    return rank
+
+
+def test_a_step_in_the_forward_of_ddp():
+    """Nobody would average its gradients, and ranks would go apart."""
+    assert ranks.run(step_in_ddp, 2) == [0, 1]
+
+
 def test_modules_of_other_threads_are_left_alone():
     """The hook by which a function's modules are met is called for everybody's."""
     module, foreign, norm = tower(), Counting(), nn.BatchNorm1d(D).double()

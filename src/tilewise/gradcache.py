@@ -37,6 +37,7 @@ from tilewise.stepchecks import (
     refuse_clash,
     refuse_graph,
     refuse_hooks,
+    refuse_inside,
     refuse_trained,
     versions,
 )
@@ -118,6 +119,7 @@ class CachedStep:
         if not torch.is_grad_enabled():
             raise GradError("a step computes gradients, got torch.no_grad(); call it outside")
         refuse_cache()
+        refuse_inside()
         self.towers.look()
         parameters = self.towers.parameters
         refuse_hooks(parameters, *AFTER)

@@ -119,6 +119,17 @@ def refuse_cache() -> None:
         )
 
 
+def refuse_inside() -> None:
+    """Of a DDP module's forward, which averages nothing that goes back before it is left."""
+    outer = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if outer is not None:
+        raise OptionError(
+            "a cached step in the forward of a DDP module leaves its gradients without an average "
+            f"over ranks, got one in that of a {type(outer.module).__name__}; wrap the encoders "
+            "in DDP, and call the step outside of their forwards"
+        )
+
+
 def refuse_clash(options: Iterable[str], names: Iterable[str], source: str) -> None:
     """Of the loss's keywords with names of encoders or of outputs, which are keywords too."""
     for name in set(options).intersection(names):
