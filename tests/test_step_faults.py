@@ -902,6 +902,58 @@ def test_fsdp2_with_its_parameters_in_the_loss(keep):
     assert max(ranks.run(fsdp_in_the_loss, 2, keep)) <= 1e-12
 
 
+class TwoTowers(nn.Module):
+    """Two encoders as methods, and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = tower(0), tower(1)
+        self.scale = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+
+    def encode_first(self, x):
+        return self.first(x)
+
+    def encode_second(self, x):
+        return self.second(x)
+
+
+def fsdp_by_methods(rank, keep):
+    """Its methods are forwards to FSDP2, though nobody calls the module."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    net, other = TwoTowers(), TwoTowers()
+    sharded(net)
+    for name in ("encode_first", "encode_second"):
+        register_fsdp_forward_method(net, name)
+
+    def loss_of(net):
+        return lambda a, b: weighted(a, b) * whole_of(net.scale).sum()
+
+    # They must keep as many graphs as each other.
+    keep = keep if rank == 0 else 0
+    encoders = (net.encode_first, lambda x: net.encode_second(x))
+    step = tw.CachedStep(encoders, loss_of(net), micro_batch=2, keep=keep)
+    errors = []
+    for seed in (1, 3):
+        x, y = data(6, seed=seed), data(6, seed=seed + 1)
+        kept = step(x, y).metrics.kept
+        loss_of(other)(other.first(x), other.second(y)).backward()
+        errors.append(off(whole_grads(net), grads_of(other)))
+        net.zero_grad()
+        other.zero_grad()
+    with pytest.raises(tw.StepError, match="the loss must not run a module that fully_shard"):
+        tw.CachedStep(encoders, lambda a, b: weighted(net.encode_first(a)), micro_batch=2)(x, y)
+    return max(errors), kept
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_fsdp2_run_by_registered_methods(keep):
+    """It averages once a step, and what the loss takes of it goes along."""
+    for error, kept in ranks.run(fsdp_by_methods, 2, keep):
+        assert error <= 1e-12
+        assert kept == 0
+
+
 class Checkpointed(nn.Module):
     """Reentrant: a graph does not show what is inside."""
 

@@ -187,7 +187,7 @@ class Towers:
                 yield
             return
         found = list[Averager]()
-        with noticing(found):
+        with noticing(found, self.parts):
             yield
         same = {owner: owner for owner in self.every_owner}
         self.known[slot] = [same.get(owner, owner) for owner in found]

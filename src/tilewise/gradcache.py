@@ -217,7 +217,8 @@ class _Run:
             args = self.step.arranged([each.tree for each in self.features])
             if isinstance(args, dict):
                 refuse_clash(options, args, "an output")
-            with noticing(self.in_loss) if groups.is_initialized() else nullcontext():
+            noticed = noticing(self.in_loss, self.towers.parts)
+            with noticed if groups.is_initialized() else nullcontext():
                 loss = call_loss(partial(self.step.loss, **options), args)
             check_loss(loss)
             check_in_loss(self.in_loss)

@@ -164,24 +164,40 @@ def within(encoder: Any) -> list[Averager] | None:
 
 
 @contextmanager
-def noticing(found: list[Averager]) -> Iterator[None]:
-    """Find the modules that average and are run inside; they are told not to."""
+def noticing(found: list[Averager], visible: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Find the modules that average and are run inside; they are told not to.
+
+    One of the `visible` may be run by a method that `register_fsdp_forward_method` made: that is
+    seen as soon as a part of it is run.
+    """
     thread = threading.get_ident()
+    by_method = [module for module in visible if _has_forward_methods(module)]
     with ExitStack() as stack:
 
         def note(module: nn.Module, _: Any) -> None:
             if threading.get_ident() != thread:  # the hook is everybody's
                 return
-            inner = (part for owner in found for part in owner.module.modules())
-            if averages(module) and all(module is not part for part in inner):
-                found.append(Averager(module))
-                stack.enter_context(found[-1].quiet())
+            for run in (*filter(_is_in_forward, by_method), module):
+                inner = (part for owner in found for part in owner.module.modules())
+                if averages(run) and all(run is not part for part in inner):
+                    found.append(Averager(run))
+                    stack.enter_context(found[-1].quiet())
 
         handle = nn.modules.module.register_module_forward_pre_hook(note)
         try:
             yield
         finally:
             handle.remove()
+
+
+def _has_forward_methods(module: nn.Module) -> bool:
+    """Whether FSDP2 takes methods of it for forwards, by names of torch 2.6 to 2.13."""
+    methods = (x for x in vars(module).values() if isinstance(x, types.MethodType))
+    return hasattr(module, "_get_fsdp_state") and any(hasattr(x, "__wrapped__") for x in methods)
+
+
+def _is_in_forward(module: Any) -> bool:
+    return bool(module._get_fsdp_state()._training_state.name == "FORWARD")
 
 
 def averages(module: Any) -> bool:
