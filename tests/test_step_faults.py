@@ -1058,6 +1058,34 @@ def test_ddp_shares_buffers_before_they_are_remembered(keep, hidden):
         assert kept == (1 if keep else 0)
 
 
+def said(encoders):
+    """The error of a step with two encoders, if there is one."""
+    try:
+        tw.CachedStep(encoders, weighted, micro_batch=2)(data(6), data(6))
+    except tw.StepError as error:
+        return str(error)
+    return ""
+
+
+def bypassed_ddp(rank):
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    ddp = Ddp(TwoTowers(), find_unused_parameters=True)
+    ddp.module.forward = ddp.module.encode_first
+    around = [
+        (lambda x: ddp.module.encode_first(x), None),
+        (ddp, lambda x: ddp.module.second(x)),
+    ]
+    return [said(encoders) for encoders in (*around, (ddp, lambda x: ddp(x)))]
+
+
+def test_a_ddp_module_that_is_not_run_itself():
+    """What goes through its `.module` is averaged by nobody."""
+    for *around, fine in ranks.run(bypassed_ddp, 2):
+        assert all("must run a DDP module by its own forward" in text for text in around)
+        assert not fine
+
+
 class Inside(nn.Module):
     """Takes its step in its forward, as Lightning's modules do."""
 
@@ -1071,15 +1099,19 @@ def step_in_ddp(rank):
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
     module = Ddp(Inside())
-    with pytest.raises(tw.OptionError, match=r"without an average .* in that of a Inside; wrap"):
+    try:
         module(data(6))
-    module.module(data(6))
-    return rank
+    except tw.OptionError as error:
+        module.module(data(6))
+        return str(error)
+    return ""
 
 
 def test_a_step_in_the_forward_of_ddp():
     """Nobody would average its gradients, and ranks would go apart."""
-    assert ranks.run(step_in_ddp, 2) == [0, 1]
+    for text in ranks.run(step_in_ddp, 2):
+        assert "without an average" in text
+        assert "in that of a Inside; wrap" in text
 
 
 def test_modules_of_other_threads_are_left_alone():

@@ -25,6 +25,7 @@ from tilewise.microbatches import Piece
 from tilewise.randomness import Dice, Place, State, all_buffers
 from tilewise.stepchecks import (
     refuse_batch_norm,
+    refuse_bypassed,
     refuse_scattered,
     refuse_unknown_averagers,
 )
@@ -94,13 +95,14 @@ class Towers:
             number = groups.least(number, group)
         return number
 
-    def learn(self, slot: int, state: State) -> State:
+    def learn(self, slot: int, state: State, out: Tree) -> State:
         """What a forward of this encoder changed of its state; from now on that is known.
 
         Ranks that talk in every forward know the same.
         """
         if slot in self.changing:
             return state
+        refuse_bypassed(self.names[slot], tensors(out), self.parts, self.owners[slot])
         state = state.that_changed()
         unseen, made = (self.least(-float(x)) < 0 for x in (bool(state.unseen), state.made))
         if unseen:
@@ -314,7 +316,7 @@ class Embedding:
         dice, state, graph = Dice(), self.towers.state_of(slot), asked or keep
         with self.budget.measure(slot, graph), self.towers.meeting(slot, state):
             out = self.towers.forward(slot, inputs, graph)
-        state = self.towers.learn(slot, state)
+        state = self.towers.learn(slot, state, out)
         if slot in self.towers.unkept:
             self.budget.refuse_unseen(self.towers.unkept[slot])
             keep = False

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from tilewise.errors import GradError, OptionError, ShapeError
 from tilewise.gradsync import Averager, averages
 from tilewise.pairs import check_number
-from tilewise.randomness import training_norms
+from tilewise.randomness import graph_leaves, training_norms
 from tilewise.trees import Tree, call, leaves, tensors
 
 LOOKED_AT = 64  # of the samples of a list
@@ -52,6 +52,21 @@ def refuse_unknown_averagers(modules: Sequence[nn.Module]) -> None:
                 "gradients must be averaged by DDP or fully_shard (FSDP2), which can be told when, "
                 f"got a {type(module).__name__}; wrap the encoder in one of those"
             )
+
+
+def refuse_bypassed(
+    name: str, outputs: Sequence[Tensor], modules: Iterable[nn.Module], run: Iterable[Averager]
+) -> None:
+    """Raise if outputs train DDP modules that were not run: nobody would average those."""
+    averaged = {key for owner in run for key in owner.parameters}
+    others = [module for module in modules if hasattr(module, "no_sync")]
+    known = {id(p) for module in others for p in module.parameters()} - averaged
+    if known and any(id(x) in known for x in graph_leaves(outputs)):
+        raise OptionError(
+            f"{name} must run a DDP module by its own forward, which averages gradients, got one "
+            "whose parameters it trains by another way (its .module); call the DDP module itself, "
+            "and let its forward choose what to do"
+        )
 
 
 def refuse_batch_norm(modules: Sequence[nn.Module]) -> None:
