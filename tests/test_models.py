@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -710,17 +711,25 @@ def test_what_cannot_be_locked_is_told(tmp_path):
         ImageText(str(tmp_path / "coca.json")).lock_image()
 
 
-def test_nothing_is_said_while_weights_are_loaded(tmp_path, capfd):
-    """Neither a bar of transformers nor a warning of open_clip."""
+def test_what_is_said_while_weights_are_loaded(tmp_path, capfd, caplog, monkeypatch):
+    """Neither a bar of transformers nor a warning of open_clip, but what weights did not fit."""
     folder = make_text_folder(tmp_path / "bert")
+    for handler in logging.getLogger("transformers").handlers:
+        # It holds what was stderr when it was made, in an earlier test perhaps.
+        monkeypatch.setattr(handler, "stream", sys.stderr)
     capfd.readouterr()
     TextPairs(folder)
+    assert capfd.readouterr() == ("", "")
     config = json.loads(Path(TINY).read_text())
     names = dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), folder)
     config["text_cfg"] = {**names, "hf_proj_type": "linear", "context_length": 8}
     (tmp_path / "model.json").write_text(json.dumps(config))
     ImageText(str(tmp_path / "model.json"))
-    assert capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    assert not out
+    assert "%|" not in err
+    assert "initialized" not in caplog.text
+    assert "pooler.dense.weight | UNEXPECTED" in err
     assert need("transformers.utils.logging").is_progress_bar_enabled()
 
 
