@@ -95,7 +95,7 @@ def make(
     plan = Plan("softplus" if softplus else "logsumexp", False, False, "fused", 2**28, False)
     backward = Softplus(pairs, plan, Needs(True, True, False, False))
     backward._softplus_head(torch.ones((), device="cuda"))
-    height, width = panel_for(pairs.shape[2])
+    height, width = panel_for(pairs.shape[2], split=False)
     panel = Panel(Tile(0, height, 0, width), pairs.rows.new_empty(height, width))
     ones = torch.ones(max(n, m), device="cuda")
     parts = torch.empty(3, -(-width // size.cols), height, device="cuda")
@@ -127,7 +127,7 @@ def time_panels(features: int, seconds: float) -> None:
     case = Case(loss="clip", batch=32768, dim=features, dtype="bf16")
     inputs, loss = case.inputs(torch.device("cuda")), find_contender("tilewise").load(case)
     for panel in PANELS:
-        with mock.patch.object(fused_backward, "panel_for", lambda _, own=panel: own):
+        with mock.patch.object(fused_backward, "panel_for", lambda *_, own=panel: own):
             step = captured(case, loss, inputs)
         ms = sustained(step, seconds)
         rate = 8 * case.batch**2 * features / ms / 1e9
@@ -136,7 +136,7 @@ def time_panels(features: int, seconds: float) -> None:
 
 def time_split(features: int, seconds: float) -> None:
     """A line for cuBLAS and for each tile: both products of a panel as B = 32768 has them."""
-    n, m = 5632, 8192
+    n, m = panel_for(features, split=True)
     x = torch.randn(m, features, device="cuda")
     pairs = make_pairs(x, None, (1.0, None), positives=None, ids=None, labels=None, skip_self=True)
     ready = make_ready(pairs, "exact")

@@ -146,7 +146,7 @@ class Backward:
             side = balanced(n, side_of_square(size, row_bytes + col_bytes, room), unit)
             return side, side
         row_bytes += 4 * d
-        rows, cols = panel_for(d)
+        rows, cols = panel_for(d, self.split)
         height = piece(n, rows, room // (2 * row_bytes), unit)
         most = (room - row_bytes * height) // (size * height + col_bytes)
         return height, piece(m, cols, most, unit)
