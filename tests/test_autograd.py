@@ -136,7 +136,7 @@ def op_calls():
 
 def test_a_plan_is_its_text():
     plan = Plan(
-        "softplus", True, False, "auto", 2**31, True, "fp8", -1, True, True, "7", [3, 0], ()
+        "softplus", True, False, "auto", 2**31, True, "fp8", -1, True, True, "a;b,c", [3, 0], ()
     )
     again = Plan.parse(plan.text())
     assert again == plan._replace(sizes=(3, 0))

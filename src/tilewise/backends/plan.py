@@ -34,15 +34,16 @@ class Plan(NamedTuple):
 
     def text(self) -> str:
         """As custom ops take it: torch spends time on each of their arguments, squared."""
-        return ";".join([_text(x, like) for x, like in zip(self, ZERO, strict=True)])
+        return BETWEEN.join([_text(x, like) for x, like in zip(self, ZERO, strict=True)])
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> "Plan":
         """The plan of which this is the text."""
-        return Plan(*[_value(x, like) for x, like in zip(text.split(";"), ZERO, strict=True)])
+        return Plan(*[_value(x, like) for x, like in zip(text.split(BETWEEN), ZERO, strict=True)])
 
 
+BETWEEN = "\x1f"  # in no name of a group
 # Of each field's type.
 ZERO: tuple[Any, ...] = ("", False, False, "", 0, False, "", 0, False, False, "", (0,), (0,))
 
