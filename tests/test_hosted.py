@@ -99,7 +99,8 @@ def test_low_precision(name, dtype, monkeypatch):
     many = lambda *how: [step(LOSSES[name], *how, draw=draw) for draw in range(8)]  # noqa: E731
     truth, alone = many(), many(dtype)
     make_small(monkeypatch.setattr)
-    for ours, true, base in zip(*(zip(*x, strict=True) for x in (many(dtype), truth, alone)), strict=True):
+    outputs = (zip(*runs, strict=True) for runs in (many(dtype), truth, alone))
+    for ours, true, base in zip(*outputs, strict=True):
         wanted = torch.stack(true)
         error, allowed = ((torch.stack(x).double() - wanted).norm() for x in (ours, base))
         assert error <= 2 * allowed + torch.finfo(ours[0].dtype).eps * wanted.norm()
