@@ -15,7 +15,6 @@ from tilewise.backends.kernels import (
     INF,
     LABEL,
     LOG2E,
-    LOW,
     OFFSET2,
     SCALE,
     SCALE2,
@@ -200,7 +199,7 @@ def dz_of_marked(
     dz = opened(dz, whole(m), TN, TM // 2)
     if rest is not None:
         rest = opened(rest, whole(m), TN, TM // 2)
-    scale = (tl.load(head + SCALE2), tl.load(head + LOW))
+    scale = tl.load(head + SCALE2)
     num_n, num_m = tl.cdiv(n, TN), tl.cdiv(m, TM)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
     for t in tl.range(tl.program_id(0), num_n * num_m, tl.num_programs(0)):

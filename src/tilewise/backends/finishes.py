@@ -16,6 +16,7 @@ from tilewise.backends.kernels import (
     OFFSET2,
     ROW_POISON,
     SCALE,
+    scale_of_tiles,
     wide,
 )
 
@@ -151,7 +152,7 @@ def _one_positive(dot, index, norm, head, at, size, others, KIND: tl.constexpr,
     count = tl.zeros(at.shape, tl.float64)
     if KIND == ALIGNED or KIND == INDEX:
         has = inside & (partner >= 0) & (partner < others)
-        scale = tl.load(head + SCALE).to(tl.float64)
+        scale = scale_of_tiles(tl.load(head + SCALE))
         logit = tl.load(dot + at, has, other=0.0).to(tl.float64) * scale
         count = has.to(tl.float64)
     return logit, count, poison

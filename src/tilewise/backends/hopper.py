@@ -22,7 +22,6 @@ SCALE2 = gl.constexpr(kernels.SCALE2.value)
 OFFSET2 = gl.constexpr(kernels.OFFSET2.value)
 SCALE = gl.constexpr(kernels.SCALE.value)
 BIAS = gl.constexpr(kernels.BIAS.value)
-LOW = gl.constexpr(kernels.LOW.value)
 LOG2E = gl.constexpr(kernels.LOG2E.value)
 FARTHEST = gl.constexpr(3e38)
 
@@ -134,14 +133,14 @@ def exponent_of(head):
     scale2 = gl.load(head + SCALE2)
     # So little is nothing to a logit, but leaves FARTHEST far below all others.
     scale2 = gl.where(gl.abs(scale2) < 1e-30, 1e-30, scale2)
-    return scale2, gl.load(head + LOW), gl.load(head + OFFSET2)
+    return scale2, gl.load(head + OFFSET2)
 
 
 @gluon.jit
 def exp_scaled(s, exponent):
     """exp2(z - offset) of products of features, z in units of log 2."""
-    scale2, low, offset2 = exponent
-    return gl.exp2(s * low + (s * scale2 - offset2))
+    scale2, offset2 = exponent
+    return gl.exp2(s * scale2 - offset2)
 
 
 @gluon.jit

@@ -18,8 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 # The head of a sweep: numbers on the device that every kernel reads.
-SCALE2 = tl.constexpr(0)  # scale in units of log 2, the factor on products of tiles,
-LOW = tl.constexpr(8)  # and what its rounding took away, which would stand in every logit
+SCALE2 = tl.constexpr(0)  # scale in units of log 2, rounded: the factor on products of tiles
 OFFSET2 = tl.constexpr(1)  # the fixed offset, likewise
 SCALE = tl.constexpr(2)  # the scale; for softplus, whose positives are in the tiles, their factor
 BIAS = tl.constexpr(3)
@@ -27,7 +26,7 @@ ROW_POISON = tl.constexpr(4)  # 0, or NaN where a row feature is not finite
 COL_POISON = tl.constexpr(5)
 PEAK = tl.constexpr(6)  # gradients are divided by this power of two
 FACTOR = tl.constexpr(7)  # what an accumulated gradient is multiplied with
-HEAD_SIZE = 9
+HEAD_SIZE = 8
 
 
 @triton.jit
@@ -72,17 +71,28 @@ def wide(x):
 
 @triton.jit
 def exponent(s, scale, offset2):
-    """z - offset of products of features, in units of log 2; `scale` is in two parts, high and low.
+    """z - offset of products of features, in units of log 2.
 
-    The offset is taken away first: what is left is small, and so is what rounding takes of it.
+    The offset is taken away before it is rounded: what is left is small, and so is what rounding
+    takes of it.
     """
-    return s * scale[1] + (s * scale[0] - offset2)
+    return s * scale - offset2
+
+
+@triton.jit
+def scale_of_tiles(scale):
+    """The scale that tiles multiply with, in fp64: what SCALE2 is, in natural units.
+
+    A positive's logit must be of the same scale, then all numbers are those of a scale half a
+    rounding away, and none is off by a difference of two.
+    """
+    return (scale.to(tl.float64) * LOG2E).to(tl.float32).to(tl.float64) * LN2
 
 
 @triton.jit
 def exp_scaled(s, head, offset2):
     """exp2(z - offset) of products of features."""
-    return tl.exp2(exponent(s, (tl.load(head + SCALE2), tl.load(head + LOW)), offset2))
+    return tl.exp2(exponent(s, tl.load(head + SCALE2), offset2))
 
 
 @triton.jit
@@ -263,7 +273,7 @@ def marked_sums(
         if tl.load(flag) == 0:
             return
     rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
-    scale = (tl.load(head + SCALE2), tl.load(head + LOW))
+    scale = tl.load(head + SCALE2)
     local = tl.program_id(0) * TN
     row = row0 + local + tl.arange(0, TN)
     marks = (index, row_ids, col_ids, row_labels, col_labels)
@@ -315,7 +325,7 @@ def marked_means(
     if tl.load(flag) == 0:
         return
     rows, cols = opened(rows, D, TN, TD), opened(cols, D, TM, TD)
-    scale = (tl.load(head + SCALE2), tl.load(head + LOW))
+    scale = tl.load(head + SCALE2)
     local, part = tl.program_id(0) * TN, tl.program_id(1) * TD
     row, feature = row0 + local + tl.arange(0, TN), part + tl.arange(0, TD)
     inside, more = row < N, col0 > 0

@@ -15,7 +15,6 @@ from tilewise.backends.kernels import (
     INF,
     LABEL,
     LOG2E,
-    LOW,
     OFFSET2,
     PEAK,
     ROW_POISON,
@@ -127,18 +126,16 @@ def _longest(norm, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_scale(head, scale, units):
-    """The scale, and in units of log 2 in two parts; returned as both.
+    """The scale, and in units of log 2; returned as both.
 
-    Both parts take back the `units` of the features, powers of two.
+    What tiles multiply with takes back the `units` of the features, powers of two.
     """
     factor = tl.load(scale).to(tl.float32)
-    exact = factor.to(tl.float64) * LOG2E
-    high = exact.to(tl.float32)
+    scale2 = (factor.to(tl.float64) * LOG2E).to(tl.float32)
     tl.store(head + SCALE, factor)
     inverse = 1.0 if units is None else _inverse(units)
-    tl.store(head + SCALE2, (high.to(tl.float64) * inverse).to(tl.float32))
-    tl.store(head + LOW, ((exact - high.to(tl.float64)) * inverse).to(tl.float32))
-    return factor, high
+    tl.store(head + SCALE2, (scale2.to(tl.float64) * inverse).to(tl.float32))
+    return factor, scale2
 
 
 @triton.jit
