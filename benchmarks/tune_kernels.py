@@ -105,6 +105,10 @@ def make(
         args = (ones, ones, parts, ones, *backward.ready.marks)
         options |= {"MASKED": False, "EDGES": False, "pieces": 4}
     else:
+        forward = Forward(pairs, plan)
+        forward._begin()
+        backward.head.copy_(forward.head)
+        backward.flag.zero_()
         options = {"COLUMNS": True, "SCALED": False}
         args = (backward.flag, ones, ones, parts)
     if in_turn:

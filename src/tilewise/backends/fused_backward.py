@@ -114,7 +114,7 @@ class Backward:
         """The rows whose exponentials were kept: dz takes their place, and products are large."""
         (_, m, _), kept = self.pairs.shape, self.kept
         for span in spans(len(kept), fused.CHUNK):
-            for tile in row_of_tiles(span, m, fused.CHUNK):
+            for tile in row_of_tiles(span, m, 4 * fused.CHUNK):
                 dz_of(Panel(tile, kept[tile.rows, tile.cols]))
         if row_acc is not None and self.rows is not None:
             for span in spans(len(kept), len(row_acc)):
@@ -295,33 +295,35 @@ class Backward:
 
     def _log_sums_dz(self, panel: Panel, taken: tuple[Tensor, ...], both: bool) -> None:
         row_vectors, col_vectors, at_positive = taken
-        kind, tiles = self.ready.kind(), self.ready.tiles
+        kind, tiles, turns = self.ready.kind(), self.ready.tiles, self._turns
         scaled, marked = self.needs.scale, self._marked()
         # Either kernel fills as many column tiles as it has; the rest stays 0.
         width = cdiv(panel.dz.shape[1], min(tiles.dz.cols, tiles.marked.cols))
         parts = self.head.new_zeros(width if scaled else 0, panel.dz.shape[0])
         flags = {"COLUMNS": both, "SCALED": scaled}
-        args = (self.flag, row_vectors[0], col_vectors[0], parts)
-        if panel.tile.row_stop <= len(self.kept):
+        tile, kept = panel.tile, panel.tile.row_stop <= len(self.kept)
+        if kept:
             self._kept_dz(panel, row_vectors[0], col_vectors[0], both)
-            marked = False
-        elif not marked and self._turns is not None:
+        elif not marked and turns is not None:
             from tilewise.backends import hopper_dz
 
             aligned = self.pairs.skip_self or self.pairs.kind == "aligned"
             self._launch_in_turn(
-                hopper_dz.dz_of_sums, self._turns.dz, panel, *args, DIAGONAL=aligned, **flags
-            )
+                hopper_dz.dz_of_sums, turns.dz, panel, self.flag, row_vectors, col_vectors, parts,
+                DIAGONAL=aligned, **flags,
+            )  # fmt: skip
         elif not marked:
             self._launch(
-                dz_kernels.dz_of_sums, tiles.dz, panel, *args, KIND=kind["KIND"],
-                SELF=kind["SELF"], **flags,
+                dz_kernels.dz_of_sums, tiles.dz, panel, self.flag, row_vectors[0], col_vectors[0],
+                parts, KIND=kind["KIND"], SELF=kind["SELF"], **flags,
             )  # fmt: skip
-        self._launch(
-            dz_kernels.dz_of_marked, tiles.marked, panel, self.flag, row_vectors, col_vectors,
-            parts, *self.ready.marks, SUMS=self.plan.sums, ON_FLAG=not marked, **flags, **kind,
-        )  # fmt: skip
-        tile = panel.tile
+        # The kernel of `hopper` needs no second one for where the flag is up.
+        if kept or marked or turns is None:
+            self._launch(
+                dz_kernels.dz_of_marked, tiles.marked, panel, self.flag, row_vectors, col_vectors,
+                parts, *self.ready.marks, SUMS=self.plan.sums, ON_FLAG=kept or not marked, **flags,
+                **kind,
+            )  # fmt: skip
         if scaled:
             self._add_to_scale(tile, parts)
         if self.pairs.kind == "aligned" and not tile.diagonal:

@@ -42,13 +42,19 @@ def _load_rows(by_row, row, N, TN: gl.constexpr, TM: gl.constexpr):
 
 
 @gluon.jit
+def _load_quarter(by_col, col, M, h: gl.constexpr, TN: gl.constexpr, TM: gl.constexpr):
+    """What the columns of quarter h of a tile are multiplied with, (1, TM / 4)."""
+    _, cols = slots(_quarter(TN, TM), 0, col + h * (TM // 4))
+    return gl.expand_dims(gl.load(by_col + cols, cols < M, other=0.0), 0)
+
+
+@gluon.jit
 def _load_columns(by_col, col, M, TN: gl.constexpr, TM: gl.constexpr, COLUMNS: gl.constexpr):
     """What the columns of a tile are multiplied with, quarter by quarter."""
     own = ()
     if COLUMNS:
         for h in gl.static_range(4):
-            _, cols = slots(_quarter(TN, TM), 0, col + h * (TM // 4))
-            own = own + (gl.expand_dims(gl.load(by_col + cols, cols < M, other=0.0), 0),)
+            own = own + (_load_quarter(by_col, col, M, h, TN, TM),)
     return own
 
 
@@ -59,17 +65,46 @@ def _quarter(TN: gl.constexpr, TM: gl.constexpr):
 
 
 @gluon.jit
+def _apart(s, scale2, gain, shift):
+    """gain * exp2(z - shift) where no offset serves all: each slot has its own.
+
+    No negative exceeds its slot's shift by more than a rounding. What does is a positive, or past
+    the edge, and need only be finite: it is mended, or never stored.
+    """
+    return gl.exp2(gl.minimum(s * scale2 - shift, 1.0)) * gain
+
+
+@gluon.jit
 def _dz_tile(
-    s, way, exponent, gains, scale_part, n, i, j, ME: gl.constexpr, SCALED: gl.constexpr
+    s, way, exponent, flag, vectors, gains, scale_part, panel, i, j, ME: gl.constexpr,
+    COLUMNS: gl.constexpr, SCALED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
+    by_row, by_col = vectors
     row_gain, col_gain = gains
+    row0, col0, n, _, N, M = panel
+    TN: gl.constexpr = s.shape[0]
+    TM: gl.constexpr = s.shape[1]
     pieces = quarters(s)
     pulled = row_folded(gl.zeros_like(pieces[0]))
+    none = 0
+    if not FIXED:
+        # Asked for every tile, so that no addresses of columns are kept in registers meanwhile.
+        none = (gl.load(flag) == 0).to(gl.int32)
     for h in gl.static_range(4):
-        gain = row_gain
-        if len(col_gain) > 0:
-            gain = gain + col_gain[h]
-        x = exp_scaled(pieces[h], exponent) * gain
+        if FIXED:
+            gain = row_gain
+            if COLUMNS:
+                gain = gain + col_gain[h]
+            x = exp_scaled(pieces[h], exponent) * gain
+        else:
+            # Shifts lie behind gains.
+            shift = _load_rows(by_row + N, row0 + i * TN, N, TN, TM)
+            x = _apart(pieces[h], exponent[0], row_gain, shift)
+            if COLUMNS:
+                col = col0 + j * TM + none
+                gain = _load_quarter(by_col, col, M, h, TN, TM)
+                shift = _load_quarter(by_col + M, col, M, h, TN, TM)
+                x += _apart(pieces[h], exponent[0], gain, shift)
         if SCALED:
             pulled += row_folded(x * pieces[h])
         store_quarter(way, x, h, i, j, ME)
@@ -79,8 +114,9 @@ def _dz_tile(
 
 @gluon.jit
 def _dz_strips(
-    way, ring, head, gains, scale_part, panel, share, num_m, ME: gl.constexpr, D: gl.constexpr,
-    LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+    way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME: gl.constexpr,
+    D: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
+    SCALED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     row0, col0, n, _, N, M = panel
     TN: gl.constexpr = ring[0].shape[1]
@@ -91,40 +127,58 @@ def _dz_strips(
     for block in range(begin, end):
         first, last = strip_of(block, share, height, LANES)
         col = col0 + block * TM
-        col_gain = _load_columns(gains[1], col, M, TN, TM, COLUMNS)
+        col_gain = _load_columns(vectors[1], col, M, TN, TM, COLUMNS and FIXED)
         for i in range(2 * first + ME, 2 * last, 2):
             row = row0 + i * TN
             # Before the product, which hides how long this takes.
-            row_gain = _load_rows(gains[0], row, N, TN, TM)
+            row_gain = _load_rows(vectors[0], row, N, TN, TM)
             s = product(ring, done, ME, D)
             done += 1
             if DIAGONAL and SCALED:
                 if on_diagonal(s, row, col):
                     # A pair (i, i) must not pull at the scale; its dz is mended. Past the edge
-                    # the product is 0, and dz is finite: gains count from the fixed offset.
+                    # the product is 0, and dz is finite.
                     rows, cols = slots(s, row - col, 0)
                     s = gl.where(gl.expand_dims(rows, 1) == gl.expand_dims(cols, 0), 0.0, s)
-            _dz_tile(s, way, exponent, (row_gain, col_gain), scale_part, n, i, block, ME, SCALED)
+            _dz_tile(s, way, exponent, flag, vectors, (row_gain, col_gain), scale_part, panel, i,
+                     block, ME, COLUMNS, SCALED, FIXED)  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
+def _dz_strips_of_either(
+    way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME: gl.constexpr,
+    D: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    # A loop each: what one keeps in registers is none of the other's business.
+    if gl.load(flag) == 0:
+        _dz_strips(way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME, D, LANES,
+                   DIAGONAL, COLUMNS, SCALED, True)  # fmt: skip
+    else:
+        _dz_strips(way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME, D, LANES,
+                   DIAGONAL, COLUMNS, SCALED, False)  # fmt: skip
+
+
+@gluon.jit
 def dz_of_sums(
-    rows, cols, dz, head, flag, row_gain, col_gain, scale_part, row0, col0, n, m, N, M, share,
+    rows, cols, dz, head, flag, row_vectors, col_vectors, scale_part, row0, col0, n, m, N, M, share,
     D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr,
     COLUMNS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """`dz.dz_of_sums`."""
+    """`dz.dz_of_sums`, and where the flag is up what `dz.dz_of_marked` makes of pairs (i, j).
+
+    Of the vectors (6, N) and (6, M) the first two, gains and shifts.
+    """
     ring, way = ring_of(rows, cols, STAGES), way_out(dz)
-    height = gl.cdiv(n, 2 * ring[0].shape[1])
-    num_m = gl.where(gl.load(flag) == 0, gl.cdiv(m, ring[1].shape[1]), 0)
-    gains, panel = (row_gain, col_gain), (row0, col0, n, m, N, M)
+    height, num_m = gl.cdiv(n, 2 * ring[0].shape[1]), gl.cdiv(m, ring[1].shape[1])
+    vectors, panel = (row_vectors, col_vectors), (row0, col0, n, m, N, M)
     gl.warp_specialize(
         [
-            (_dz_strips, (way, ring, head, gains, scale_part, panel, share, num_m, 0, D, LANES,
-                          DIAGONAL, COLUMNS, SCALED)),
-            (_dz_strips, (way, ring, head, gains, scale_part, panel, share, num_m, 1, D, LANES,
-                          DIAGONAL, COLUMNS, SCALED)),
+            (_dz_strips_of_either, (way, ring, head, flag, vectors, scale_part, panel, share,
+                                    num_m, 0, D, LANES, DIAGONAL, COLUMNS, SCALED)),
+            (_dz_strips_of_either, (way, ring, head, flag, vectors, scale_part, panel, share,
+                                    num_m, 1, D, LANES, DIAGONAL, COLUMNS, SCALED)),
             (load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
         ],
         [4, 1],
