@@ -88,7 +88,8 @@ VECTORS = {
     "begin": {"BLOCK": 8192},
     "scaled": {"ADD": True, "BLOCK": 2048},
     "merge": {"K": 7, "BLOCK": 256},
-    "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "ROWS": 2, "COLS": 3, "PARTS": 64,
+    "parts": {"PARTS": 128, "BLOCK": 32},
+    "finish": {"KIND": INDEX, "SELF": True, "SYMMETRIC": True, "ROWS": 2, "COLS": 3, "PARTS": 256,
                "BLOCK": 32},
     "finish_marked": {
         "KIND": LABEL, "SELF": False, "SYMMETRIC": False, "SUMS": True, "ON_FLAG": True,
@@ -117,8 +118,8 @@ VECTORS = {
 }  # fmt: skip
 FLOATS = """x other norm other_norm dot row_norm col_norm scale part found row_stats d_rows d_cols
     col_stats stats d other_d vectors at_positive head out rows cols unit units flag memo factor
-    gain a b weight upstream row_part col_part row_out col_out row_found col_found row_vectors
-    col_vectors"""
+    total gain a b weight upstream row_part col_part row_out col_out row_found col_found
+    row_vectors col_vectors"""
 POINTERS_OF_VECTORS = {
     **dict.fromkeys(FLOATS.split(), "*fp32"), "index": "*i32",
     **dict.fromkeys(["row_more", "col_more", "sums", "totals", "divisors"], "*fp64"),

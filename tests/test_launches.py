@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "host_time.py"
 MOST_KERNELS = {
     "clip-bf16": 17,
     "clip-scale-bf16": 18,
-    "siglip-bf16": 6,
+    "clip-anew-bf16": 16,
+    "siglip-bf16": 7,
     "info_nce-frozen-bf16": 10,
 }
 

@@ -25,6 +25,20 @@ def scaled(out, x, factor, gain, count, D, ADD: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def parts(total, part, step, count, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add `count` partial sums of each slot, `step` numbers apart, to its total (size,)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.zeros((PARTS, BLOCK), tl.float64)
+    for k in range(0, count, PARTS):
+        at_part = k + tl.arange(0, PARTS)
+        inside = (at_part < count)[:, None] & (at < size)[None, :]
+        there = part + at_part.to(tl.int64)[:, None] * step + at[None, :]
+        found += tl.load(there, inside, other=0.0)
+    sums = tl.load(total + at, at < size, other=0.0).to(tl.float64) + tl.sum(found, 0)
+    tl.store(total + at, sums.to(tl.float32), at < size)
+
+
+@triton.jit
 def _log_add(a, b):
     """log(exp a + exp b) in fp64; -inf of two."""
     none = (a == -INF) & (b == -INF)

@@ -247,8 +247,8 @@ class Forward:
             rows.part, rows.total, self.row_stats, self.row_norm, cols.part, cols.total,
             self.col_stats, self.col_norm, self.head, self.flag, self.dot, self.ready.marks[0],
             len(rows.part), *rows[2:4], len(cols.part), *cols[2:4], n, m,
-            SYMMETRIC=self.pairs.symmetric, ROWS=rows.turn, COLS=cols.turn, PARTS=64, BLOCK=32,
-            **kind,
+            SYMMETRIC=self.pairs.symmetric, ROWS=rows.turn, COLS=cols.turn, PARTS=256, BLOCK=32,
+            num_warps=8, **kind,
         )  # fmt: skip
 
     def _marked(self, on_flag: bool) -> None:

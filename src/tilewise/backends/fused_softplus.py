@@ -6,6 +6,7 @@ from torch import Tensor
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends.fused_backward import Backward, Panel
 from tilewise.backends.plan import Grads
+from tilewise.backends.products import add_parts
 from tilewise.backends.tuning import TileSize
 from tilewise.reductions import power_of_two
 from tilewise.tiles import Tile, cdiv
@@ -28,11 +29,10 @@ class Softplus(Backward):
             parts = self._softplus_parts(panel, 3 if scaled else 1)
             options = {"VALUES": values, "COLUMNS": columns, "SCALED": scaled, "GRADS": True}
             self._softplus_panel(panel, (*weights, parts, self.flag), options)
-            found = parts.sum(0)
             if values:
-                sums[panel.tile.rows] += found[0]
+                add_parts(sums[panel.tile.rows], parts[:, 0])
             if scaled:
-                by_scale, by_bias = found[1:].to(self.scale.dtype).sum(1)
+                by_scale, by_bias = parts[:, 1:].sum((0, 2), dtype=self.scale.dtype)
                 self.scale += by_scale * self.inverse
                 self.bias += by_bias
 
@@ -51,9 +51,9 @@ class Softplus(Backward):
             col_part = rows.new_empty(count if columns else 0, width)
             options = {"VALUES": True, "COLUMNS": columns, "SCALED": False, "GRADS": False}
             self._softplus_panel(panel, (self.flag, self.flag, parts, col_part), options)
-            rows[panel.tile.rows] += parts.sum(0)[0]
+            add_parts(rows[panel.tile.rows], parts[:, 0])
             if columns:
-                cols[panel.tile.cols] += col_part.sum(0)
+                add_parts(cols[panel.tile.cols], col_part)
 
         self.sweep(sums_of)
         return rows, cols
@@ -95,7 +95,7 @@ class Softplus(Backward):
         zero = torch.zeros_like(scale)
         bias = zero if self.pairs.bias is None else self.pairs.bias.to(scale)
         factor = (scale * self.inverse).to(scale)
-        parts = (zero, zero, factor, bias, zero, zero, peak, scale * peak, zero)
+        parts = (zero, zero, factor, bias, zero, zero, peak, scale * peak)
         self.head.copy_(torch.stack(parts))
 
 

@@ -23,6 +23,14 @@ def round_into(out: Tensor, x: Tensor, factor: Tensor, add: bool = False) -> Ten
     return out
 
 
+def add_parts(total: Tensor, part: Tensor) -> None:
+    """Add partial sums (parts, n), each one's side by side, to a total (n,), in its place."""
+    count, size = part.shape
+    adding.parts[(cdiv(size, 32),)](
+        total, part, part.stride(0), count, size, PARTS=128, BLOCK=32, num_warps=4
+    )
+
+
 def merge(total: Tensor, more: Tensor) -> Tensor:
     """Packed stats (k, N) over two sets of pairs as one, in the place of the first."""
     k, size = total.shape
