@@ -83,6 +83,7 @@ VARIANTS = {
          "COLUMNS": False, "MASKED": True, "EDGES": False},
     ),
 }  # fmt: skip
+CONVERT = {"WIDTH": 8, "WHOLE_AT": 64, "COLS": True, "BLOCK": 16, "TD": 64}
 VECTORS = {
     "measure": {"KIND": INDEX, "BLOCK": 16, "TD": 128},
     "begin": {"BLOCK": 8192},
@@ -96,10 +97,10 @@ VECTORS = {
     },
     "longest": {"BLOCK": 16, "TD": 64},
     "store_units": {"TOP": 14, "BLOCK": 1024},
-    "convert": {"WIDTH": 8, "FORM": 0, "COLS": True, "BLOCK": 16, "TD": 64},
-    "convert-split": {"WIDTH": 8, "FORM": 1, "COLS": True, "BLOCK": 16, "TD": 64},
-    "convert-high-low": {"WIDTH": 8, "FORM": 3, "COLS": True, "BLOCK": 16, "TD": 64},
-    "convert-fp8": {"WIDTH": 8, "FORM": 2, "COLS": True, "BLOCK": 16, "TD": 64},
+    "convert": {**CONVERT, "FORM": 0},
+    "convert-split": {**CONVERT, "FORM": 1},
+    "convert-fp8": {**CONVERT, "FORM": 2},
+    "convert-high-low": {**CONVERT, "FORM": 3},
     "survey": {"MULTIPLIER": 1.0, "SUMS": True, "COLUMNS": True, "BLOCK": 8192},
     "measure-plain": {
         "units": None, "other_norm": None, "KIND": INDEX, "BLOCK": 16, "TD": 128,
@@ -145,8 +146,10 @@ def compile_variant(name, target, dtype, features, ones=()):
     size = getattr(tiles_for(target, dtype), tile_name)
     values = {
         **COMMON, **options, "D": features, "TN": size.rows, "TM": size.cols, "TD": size.features,
-        "FOLD": min(size.rows, 16 * size.warps), "GROUP": size.group,
+        "FOLD": min(size.rows, 16 * size.warps), "GROUP": size.group, "WHOLE_AT": 0,
     }  # fmt: skip
+    if dtype == torch.float32:
+        values |= {"D": 4 * features, "WHOLE_AT": 3 * features}
     piece = (size.rows, size.cols // (4 if kernel_name == "dz_of_softplus" else 2))
     scores, gradients = SHORT[SCORES.get(dtype, dtype)], SHORT[GRADIENTS.get(dtype, dtype)]
     blocks = {

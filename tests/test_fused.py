@@ -315,10 +315,11 @@ def test_split_features(size):
     sizes = a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)
     assert ((got - a.double() @ b.double().t()).abs() / sizes).max() < 2**-22
     for x, side in zip(scores, (left, right), strict=True):
-        whole = x[:, 3 * side.width // 4 :]
+        whole = x[:, side.whole_at :]
         assert torch.equal(whole, whole.round())
         assert whole.norm(dim=1).max() <= 2**12.5 + 6  # 33 entries, each rounded
-        assert (x[:, : side.width // 4].abs() <= 1.5).all()
+        assert (x[:, :40].abs() <= 1.5).all()
+        assert not x[:, 3 * 40 : side.whole_at].any()
         high, low = side.parts(slice(0, len(side)))
         parts = (high.double() + low.double() / convert.REST.value) / side.unit.double()
         assert ((parts - side.features).abs() <= 2**-22 * side.features.abs()).all()

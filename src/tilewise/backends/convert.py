@@ -74,13 +74,13 @@ def store_units(out, rows, cols, num_rows, num_cols, TOP: tl.constexpr, BLOCK: t
 @triton.jit
 def convert(
     x, x_row, x_col, out, out_row, unit, flag, n, D,
-    WIDTH: tl.constexpr, FORM: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
-    TD: tl.constexpr,
+    WIDTH: tl.constexpr, WHOLE_AT: tl.constexpr, FORM: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr, TD: tl.constexpr,
 ):  # fmt: skip
     """A panel of features (n, D) in another form, unless there is a flag and it is down.
 
-    Parts of features are WIDTH = D and some zeros wide. SPLIT: what is left, 2 WIDTH of pairs, and
-    whole numbers. HIGH_LOW: high, then low parts.
+    Parts of features are WIDTH = D and some zeros wide. SPLIT: what is left, 2 WIDTH of pairs,
+    zeros, and from WHOLE_AT whole numbers. HIGH_LOW: high, then low parts.
     """
     if flag is not None:
         if tl.load(flag) == 0:
@@ -106,4 +106,6 @@ def convert(
         pair = (row < n)[:, None] & (twice < 2 * WIDTH)[None, :]
         tl.store(there + at[None, :], left, inside)
         tl.store(there + WIDTH + twice[None, :], both, pair)
-        tl.store(there + 3 * WIDTH + at[None, :], whole, inside)
+        gap = (row < n)[:, None] & (at < WHOLE_AT - 3 * WIDTH)[None, :]
+        tl.store(there + 3 * WIDTH + at[None, :], tl.zeros_like(whole), gap)
+        tl.store(there + WHOLE_AT + at[None, :], whole, inside)

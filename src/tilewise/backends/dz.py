@@ -14,7 +14,9 @@ from tilewise.backends.kernels import (
     INDEX,
     INF,
     LABEL,
+    LN2,
     LOG2E,
+    LOG2E_REST,
     OFFSET2,
     SCALE,
     SCALE2,
@@ -226,21 +228,25 @@ def dz_of_marked(
 
 @triton.jit
 def softplus_and_sigmoid(z):
-    """log(1 + exp(z)) and its derivative, the sigmoid; both keep their digits far below 0.
+    """log2(1 + exp(z)), and the sigmoid; both keep their digits far below 0.
 
-    log(1 + e) for e in [0, 1] is e times a polynomial, to 3e-8 of its value. No logarithm and no
-    division: they would cost more than the product that made z.
+    log2(1 + e) for e in [0, 1] is e times a polynomial, to 3e-8 of its value. No logarithm and no
+    division: they would cost more than the product that made z. Logits are often all alike, and
+    what is rounded alike adds up: z times what LOG2E lacks comes first, and the sigmoid far below 0
+    is a product, since a difference there would be rounded as coarsely as z is.
     """
-    e = tl.exp2(-tl.abs(z) * LOG2E)
-    p = 0.0052326907003707275 * e - 0.02950522945971831
-    p = p * e + 0.07822594261240705
-    p = p * e - 0.13663245674572286
-    p = p * e + 0.19106006725651947
-    p = p * e - 0.24842982801257818
-    p = p * e + 0.33319096499779194
-    p = p * e - 0.49999491160576953
-    p = (p * e + 0.9999999866502418) * e
-    return tl.maximum(z, 0.0) + p, tl.exp2((tl.minimum(z, 0.0) - p) * LOG2E)
+    z2 = tl.fma(z, LOG2E, z * LOG2E_REST)
+    e = tl.exp2(-tl.abs(z2))
+    p = 0.007650775834918022 * e - 0.04299873486161232
+    p = p * e + 0.11361118406057358
+    p = p * e - 0.19781923294067383
+    p = p * e + 0.2760109603404999
+    p = p * e - 0.35851889848709106
+    p = p * e + 0.48071038722991943
+    p = p * e - 0.7213414311408997
+    p = (p * e + 1.4426950216293335) * e
+    inverse = tl.exp2(-p)
+    return tl.maximum(z2, 0.0) + p, tl.where(z2 > 0.0, inverse, e * inverse)
 
 
 @triton.jit
@@ -260,7 +266,7 @@ def dz_of_softplus(
     D: tl.constexpr, TN: tl.constexpr, TM: tl.constexpr, TD: tl.constexpr, GROUP: tl.constexpr,
     KIND: tl.constexpr, IDS: tl.constexpr, SELF: tl.constexpr,
     VALUES: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr, GRADS: tl.constexpr,
-    MASKED: tl.constexpr, EDGES: tl.constexpr,
+    MASKED: tl.constexpr, EDGES: tl.constexpr, WHOLE_AT: tl.constexpr,
 ):  # fmt: skip
     """Softplus of a panel of signed logits (-z at positives): its sums, and dz.
 
@@ -285,7 +291,7 @@ def dz_of_softplus(
         if EDGES:
             i, j = _edge(t, row0, col0, num_n, num_m, TN, TM)
             j = tl.where((j >= 0) & (j < num_m), j, 0)  # an innocent tile, done over for nothing
-        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD)
+        s = product(rows, cols, i * TN, j * TM, D, TN, TM, TD, WHOLE_AT)
         sides = halves(s)
         quarters = halves(sides[0]) + halves(sides[1])
         row = row0 + i * TN + tl.arange(0, TN)
@@ -305,7 +311,7 @@ def dz_of_softplus(
                 if COLUMNS:
                     at = col_part + wide(i) * m + col - col0
                     value = tl.where(row[:, None] < N, value, 0.0)
-                    tl.store(at, tl.sum(value, 0), col - col0 < m)
+                    tl.store(at, tl.sum(value, 0) * LN2, col - col0 < m)
             if GRADS:
                 if MASKED:
                     x = tl.where(positive, -x, x)
@@ -318,7 +324,7 @@ def dz_of_softplus(
                     by_bias += tl.sum(x, 1)
                 _store_dz(dz, rest, i * TN, start, x)
         if VALUES:
-            _store_rows(row_parts, values, PLANES * j, row - row0, n)
+            _store_rows(row_parts, values * LN2, PLANES * j, row - row0, n)
         if SCALED:
             _store_rows(row_parts, by_scale, PLANES * j + 1, row - row0, n)
             _store_rows(row_parts, by_bias, PLANES * j + 2, row - row0, n)

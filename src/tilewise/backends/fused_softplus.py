@@ -87,7 +87,8 @@ class Softplus(Backward):
                 continue
             self._launch(
                 dz_kernels.dz_of_softplus, size, panel, *args, *self.ready.marks,
-                pieces=4, MASKED=masked, EDGES=edges, **options, **self.ready.kind(),
+                pieces=4, MASKED=masked, EDGES=edges, WHOLE_AT=self.ready.rows.whole_at, **options,
+                **self.ready.kind(),
             )  # fmt: skip
 
     def _softplus_head(self, peak: Tensor) -> None:

@@ -23,6 +23,7 @@ OFFSET2 = gl.constexpr(kernels.OFFSET2.value)
 SCALE = gl.constexpr(kernels.SCALE.value)
 BIAS = gl.constexpr(kernels.BIAS.value)
 LOG2E = gl.constexpr(kernels.LOG2E.value)
+LN2 = gl.constexpr(kernels.LN2.value)
 FARTHEST = gl.constexpr(3e38)
 
 # The same text, read as Gluon.

@@ -11,9 +11,10 @@ bits, has nothing to cut off. One product over features
     rows (l | l, w, l, w, ... | w)    columns (l | w, l, w, l, ... | w)
 
 is l*l + (l*w + w*l) + w*w, small terms first. Mirrored, the two in brackets trade places within one
-step of a tensor core: pair (i, j) and pair (j, i) are the same number. Scores of converted features
-are too large by the units of both sides. Gradients are products with high = fp16(x * unit) and
-low = fp16(2^11 (x * unit - high)), which hold 22 bits of every x.
+step of a tensor core: pair (i, j) and pair (j, i) are the same number. Where whole numbers begin, a
+kernel may begin a second sum, so that the score is rounded and not cut off. Scores of converted
+features are too large by the units of both sides. Gradients are products with high = fp16(x * unit)
+and low = fp16(2^11 (x * unit - high)), which hold 22 bits of every x.
 """
 
 import torch
@@ -34,8 +35,8 @@ from tilewise.tiles import cdiv, padded
 # The longest row is made 2^(top - 1/2) to 2^(top + 1/2) long. fp16 has all integers up to 2^11 and
 # every other one up to 2^12; e4m3 ends at 448.
 TOP = {SPLIT.value: 12, FP8.value: 8}
-# How many times the width of the features a form takes.
-PARTS = {COPY.value: 1, SPLIT.value: 4, FP8.value: 1, HIGH_LOW.value: 2}
+# No kernel multiplies more features of fp16 at a time, and no such slice holds both parts of a sum.
+SLICE = 64
 
 
 class Operand:
@@ -59,6 +60,11 @@ class Operand:
     def width(self) -> int:
         """How many features the kernels multiply."""
         return self._row_size(self.form) if self.form == SPLIT.value else self.features.shape[1]
+
+    @property
+    def whole_at(self) -> int:
+        """Of features in parts, where the whole numbers begin; 0 of others."""
+        return _whole_at(self.features.shape[1]) if self.form == SPLIT.value else 0
 
     @property
     def bytes_per_row(self) -> int:
@@ -88,7 +94,11 @@ class Operand:
 
     def _row_size(self, form: int) -> int:
         """Numbers from one row of a buffer to the next."""
-        return PARTS[form] * _padded(self.features.shape[1], _dtype(self.features, form))
+        d = self.features.shape[1]
+        width = _padded(d, _dtype(self.features, form))
+        if form == SPLIT.value:
+            return _whole_at(d) + width
+        return 2 * width if form == HIGH_LOW.value else width
 
     def _hold(self, form: int, span: slice, flag: Tensor | None = None) -> Tensor:
         """The buffer (n, row size), filled with a span unless that is in it."""
@@ -99,10 +109,10 @@ class Operand:
             del buffer  # before the next, so that there is one
             buffer = source.new_empty(n, size, dtype=_dtype(source, form))
         if last != span:
-            width = d if form in (COPY.value, FP8.value) else size // PARTS[form]
+            width = d if form in (COPY.value, FP8.value) else _padded(d, buffer.dtype)
             convert[(cdiv(n, 16), cdiv(width, 64))](
                 source, *source.stride(), buffer, size, self.unit, flag, n, d,
-                WIDTH=width, FORM=form, COLS=self.cols, BLOCK=16, TD=64,
+                WIDTH=width, WHOLE_AT=_whole_at(d), FORM=form, COLS=self.cols, BLOCK=16, TD=64,
             )  # fmt: skip
         self._held[form] = (span if flag is None else None, buffer)
         return buffer[:n]
@@ -143,6 +153,11 @@ def _dtype(features: Tensor, form: int) -> torch.dtype:
 def _padded(d: int, dtype: torch.dtype) -> int:
     """Features of a row that ends at a multiple of 16 bytes."""
     return padded(d, 16 // dtype.itemsize)
+
+
+def _whole_at(d: int) -> int:
+    """The first slice after what is left over of d features, and zeros."""
+    return padded(3 * _padded(d, torch.float16), SLICE)
 
 
 def _begins_at_16_bytes(features: Tensor) -> bool:

@@ -49,7 +49,7 @@ HOPPER = Tiles(
     dz=TileSize(128, 128, 64, 4, 3, 32, 2),
     softplus=TileSize(128, 128, 64, 8, 3, 32),
     marked=TileSize(128, 32, 64, 8, 3, 16),
-    product=TileSize(128, 128, 64, 8, 3),
+    product=TileSize(128, 128, 32, 8, 3),
 )
 # Of `hopper`, whose two groups of warps have a tile each. The softplus tile is HOPPER's, which does
 # the edges over.
@@ -70,7 +70,7 @@ BLACKWELL = Tiles(
     dz=TileSize(128, 128, 64, 4, 4, 16),
     softplus=TileSize(128, 64, 64, 4, 4, 16),
     marked=TileSize(64, 32, 64, 8, 3, 16),
-    product=TileSize(64, 128, 64, 8, 3),
+    product=TileSize(64, 128, 32, 8, 3),
 )
 # All before Hopper, and the smaller Blackwells: 99 KiB of shared memory, no asynchronous products.
 AMPERE = Tiles(
