@@ -19,15 +19,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 MIB = 2**20
+DEVICE = "cuda"  # `test_hopper` asks some of this of another
 
 
 def unit(n, d, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return F.normalize(torch.randn(n, d, generator=generator), dim=1).to("cuda", dtype)
+    return F.normalize(torch.randn(n, d, generator=generator), dim=1).to(DEVICE, dtype)
 
 
 def halves(x):
-    return torch.arange(x.shape[0], device="cuda") // 2
+    return torch.arange(x.shape[0], device=DEVICE) // 2
 
 
 LOSSES = {
@@ -43,7 +44,7 @@ LOSSES = {
     "info_nce-frozen": lambda a, b, s, **k: tw.info_nce(a, b.detach(), s, **k) + 0 * b.sum(),
     "info_nce-smooth": lambda a, b, s, **k: tw.info_nce(a, b, s, label_smoothing=0.1, **k),
     "info_nce-index": lambda a, b, s, **k: tw.info_nce(
-        a, b, s, positives=torch.arange(len(a), device="cuda").flip(0), **k
+        a, b, s, positives=torch.arange(len(a), device=DEVICE).flip(0), **k
     ),
     "nt_xent": lambda a, b, s, **k: tw.nt_xent(a, b, s, **k),
     "sup_con": lambda a, b, s, **k: tw.sup_con(a, halves(a), s, **k) + 0 * b.sum(),
@@ -60,7 +61,7 @@ def fresh_memory_is_nan():
 
 def step(loss, a, b, scale=14.3, **how):
     a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
-    s = torch.tensor(scale, device="cuda", requires_grad=True)
+    s = torch.tensor(scale, device=DEVICE, requires_grad=True)
     value = loss(a, b, s, **how)
     value.backward()
     return value.detach(), a.grad, b.grad, s.grad
@@ -166,7 +167,7 @@ def test_every_loss_equals_dense(name, shape):
 @pytest.mark.parametrize("name", ["clip", "clip-ids", "info_nce-frozen", "nt_xent"])
 def test_where_no_fixed_offset_holds(name):
     """All cosines -1 but those of two rows: sums 400 nats apart."""
-    a, b = torch.zeros(400, 8, device="cuda"), torch.zeros(400, 8, device="cuda")
+    a, b = torch.zeros(400, 8, device=DEVICE), torch.zeros(400, 8, device=DEVICE)
     a[:, 0], a[7:9, 0] = 1.0, -1.0
     b[:, 0] = -1.0
     a, b = (F.normalize(x + 0.1 * unit(400, 8, seed=k), dim=1).half() for k, x in enumerate((a, b)))
@@ -220,7 +221,7 @@ def test_no_host_sync(name, dtype):
     leaves = (
         a.requires_grad_(),
         b.requires_grad_(),
-        torch.full((), 14.3, device="cuda", requires_grad=True),
+        torch.full((), 14.3, device=DEVICE, requires_grad=True),
     )
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -244,7 +245,7 @@ def test_same_bits_on_every_run(name, dtype):
 @pytest.mark.parametrize("name", ["clip", "clip-anew", "siglip", "info_nce-frozen", "nt_xent"])
 def test_cuda_graph(name, dtype):
     a, b = (unit(300, 96, dtype, seed=k).requires_grad_() for k in (0, 3))
-    s = torch.full((), 14.3, device="cuda", requires_grad=True)
+    s = torch.full((), 14.3, device=DEVICE, requires_grad=True)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -285,7 +286,7 @@ def test_memory_contract(name, dtype, batch):
     step(LOSSES[name], a[:512], b[:512])
     side = a.numel() * a.element_size()
     a, b = a.requires_grad_(), b.requires_grad_()
-    s = torch.full((), 14.3, device="cuda", requires_grad=True)
+    s = torch.full((), 14.3, device=DEVICE, requires_grad=True)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -297,16 +298,16 @@ def test_memory_contract(name, dtype, batch):
 
 def test_values_are_not_read_back():
     a, b = unit(6, 4), unit(6, 4, seed=3)
-    index = torch.arange(6, device="cuda")
+    index = torch.arange(6, device=DEVICE)
     index[2] = 6
     rows = tw.info_nce(a, b, 1.0, positives=index, reduction="none")
     assert rows[2].isnan()
     assert rows[[0, 1, 3, 4, 5]].isfinite().all()
-    assert tw.clip_loss(a, b, torch.full((), torch.inf, device="cuda")).isnan()
+    assert tw.clip_loss(a, b, torch.full((), torch.inf, device=DEVICE)).isnan()
     with pytest.raises(tw.OptionError, match="got 6 at row 2"):
         tw.info_nce(a, b, 1.0, positives=index, check_values=True)
     with pytest.raises(tw.OptionError, match="scale must be finite"):
-        tw.clip_loss(a, b, torch.full((), torch.inf, device="cuda"), check_values=True)
+        tw.clip_loss(a, b, torch.full((), torch.inf, device=DEVICE), check_values=True)
 
 
 def test_more_pairs_than_2_to_the_31():
@@ -318,7 +319,7 @@ def test_more_pairs_than_2_to_the_31():
 
 def test_more_than_2_to_the_31_elements():
     """Rows of a tensor of 2^32 elements: offsets beyond 32 bits."""
-    wide = torch.empty(2**22, 1024, dtype=torch.bfloat16, device="cuda")
+    wide = torch.empty(2**22, 1024, dtype=torch.bfloat16, device=DEVICE)
     rows = wide[-100:]
     rows.copy_(unit(100, 1024, torch.bfloat16))
     cols = unit(100, 1024, torch.bfloat16, seed=3)
@@ -418,7 +419,7 @@ ALONE = {name: LOSSES[name] for name in RINGS} | {
 
 
 def weights(x):
-    return torch.arange(len(x), device="cuda") / 7
+    return torch.arange(len(x), device=DEVICE) / 7
 
 
 @pytest.mark.parametrize("schedule", ["ring", "two-level", "gather"])

@@ -1,12 +1,4 @@
-"""The error of float32 by products of float16, on tensor cores that cut off what they add up.
-
-Triton's interpreter rounds to nearest, so it cannot tell what a GPU loses. Here it multiplies as
-Hopper does: the products of 16 features and the sum so far, each cut off two bits below the last
-one of the largest, then the new sum cut off to a float32. With features, draws and scales of
-`test_gpu.py::test_exactness` this finds what an H200 had measured when sums were made in one go:
-d_scale off by 7.0e-8 on random features (the H200: 8.5e-8), 6.2e-7 on aligned ones (8.1e-7),
-d_rows by 4.8e-8 on opposed ones (4.1e-8).
-"""
+"""The error of float32 by products of float16, on tensor cores that cut off what they add up."""
 
 import numpy as np
 import pytest
@@ -19,42 +11,22 @@ from tilewise.backends import fused
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
+import triton
+import triton.language as tl
+
+import h200_on_cpu
+from h200_on_cpu import cut_off_product
+from tilewise.backends import dz, kernels, operands
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU suite has tensor cores"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-AT_ONCE = 16
-MORE_BITS = 2
-
-
-def cut_off(x, top, bits):
-    """x without what lies below `bits` bits from the first one of `top`."""
-    unit = np.ldexp(1.0, np.frexp(top)[1] - bits)
-    return np.trunc(x / unit) * unit
-
-
-def cut_off_product(a, b, so_far):
-    """so_far (n, m) + a (n, k) @ b (k, m), as a tensor core of Hopper adds it up."""
-    total = so_far.astype(np.float64)
-    for k in range(0, a.shape[1], AT_ONCE):
-        step = slice(k, k + AT_ONCE)
-        terms = a[:, step, None].astype(np.float64) * b[None, step, :].astype(np.float64)
-        top = np.maximum(np.abs(terms).max(1), np.abs(total))
-        total = cut_off(total, top, 24 + MORE_BITS)
-        total += cut_off(terms, top[:, None, :], 24 + MORE_BITS).sum(1)
-        total = cut_off(total, total, 24)
-    return total.astype(so_far.dtype)
 
 
 @pytest.fixture(autouse=True)
 def _tensor_cores(monkeypatch):
-    def create_dot(self, a, b, d, *_):
-        assert a.data.dtype == b.data.dtype == np.float16
-        return interpreter.TensorHandle(cut_off_product(a.data, b.data, d.data), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    h200_on_cpu.install_tensor_cores(monkeypatch)
     monkeypatch.setattr(fused, "INTERPRETED", True)
 
 
@@ -86,12 +58,12 @@ def ours(loss, rows, cols, scale):
     return value.detach(), rows.grad, cols.grad, s.grad
 
 
-def errors(loss, loss_of_z, kind, shape, scales):
+def errors(loss, loss_of_z, kind, shape, scales, bias=0.0):
     """By output: our error, that of plain float32, and the size of the truth, over the scales."""
     totals = {output: np.zeros(3) for output in OUTPUTS}
     for draw, scale in enumerate(scales):
         rows, cols = features(kind, *shape, draw)
-        options = {"scale": scale, "bias": 0.0, "upstream": 1.0}
+        options = {"scale": scale, "bias": bias, "upstream": 1.0}
         truth = oracle.evaluate(
             loss_of_z, rows.double(), cols.double(), compute=torch.float64, **options
         )
@@ -116,6 +88,70 @@ def check(found):
 def test_clip(kind, scale):
     scales = [0.99 * scale, scale, 1.01 * scale]
     check(errors(tw.clip_loss, oracle.clip, kind, (96, 96, 256), scales))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "bias"),
+    [("random", 14.3, -10.0), ("opposed", 0.5, -5.0), ("cone", 100.0, -60.0)],
+)
+def test_siglip(kind, scale, bias):
+    """A sigmoid's error is its logit's: nothing is taken away from all logits of a row alike."""
+    loss = lambda a, b, s, **k: tw.siglip_loss(a, b, s, bias, **k)  # noqa: E731
+    scales = [0.99 * scale, scale, 1.01 * scale]
+    check(errors(loss, oracle.siglip, kind, (96, 96, 256), scales, bias))
+
+
+@triton.jit
+def scores(rows, cols, out, D: tl.constexpr, WHOLE_AT: tl.constexpr, SIZE: tl.constexpr):
+    """Products of features of one tile, as the softplus kernel finds them."""
+    rows, cols = kernels.opened(rows, D, SIZE, 64), kernels.opened(cols, D, SIZE, 64)
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out + at, kernels.product(rows, cols, 0, 0, D, SIZE, SIZE, 64, WHOLE_AT))
+
+
+def test_scores_are_rounded_and_not_cut_off():
+    """Added to the rest in a tensor core, the exact sum of whole numbers would lose by it."""
+    rows, cols = (
+        operands.Operand(unit(64, 256, k), "exact", torch.full((1,), 2.0**12), cols=bool(k))
+        for k in (0, 1)
+    )
+    sides = [x.scores(slice(0, 64)) for x in (rows, cols)]
+    true = sides[0].double() @ sides[1].double().T
+    for whole_at, least, most in ((0, -2.0, -0.2), (rows.whole_at, -0.05, 0.05)):
+        out = torch.empty(64, 64)
+        scores[(1,)](
+            *((x, 64, x.stride(0) // 8) for x in sides),
+            out,
+            D=rows.width,
+            WHOLE_AT=whole_at,
+            SIZE=64,
+        )
+        ulp = torch.tensor(np.spacing(out.abs().numpy()), dtype=torch.float64)
+        assert least <= ((out.double() - true) * out.sign() / ulp).mean() <= most
+
+
+@triton.jit
+def values(z, value, sigmoid, SIZE: tl.constexpr):
+    """What the softplus kernel makes of logits."""
+    at = tl.arange(0, SIZE)
+    x, y = dz.softplus_and_sigmoid(tl.load(z + at))
+    tl.store(value + at, x)
+    tl.store(sigmoid + at, y)
+
+
+@pytest.mark.parametrize("middle", [-30.0, -12.0, -8.0, -5.5, -2.0, 0.0, 3.0, 20.0])
+def test_logits_that_are_alike(middle):
+    """Their errors are to either side, since what is alike adds up."""
+    z = middle + 0.003 * torch.randn(2**16)
+    value, sigmoid = torch.empty_like(z), torch.empty_like(z)
+    values[(1,)](z, value, sigmoid, SIZE=len(z))
+    for got, true, most in (
+        (value.double() * np.log(2), F.softplus(z.double(), threshold=1e9), 1e-7),
+        (sigmoid.double(), torch.sigmoid(z.double()), 4e-8),
+    ):
+        error = got / true - 1
+        assert error.mean().abs() <= most
+        assert error.abs().max() <= 1e-6 + 1e-7 * abs(middle)
 
 
 @pytest.mark.parametrize("kind", ["random", "opposed", "cone"])
