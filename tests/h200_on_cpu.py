@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import gluon_on_cpu
+import gluon_program
 from tilewise import backends
 from tilewise.backends import fused, fused_attend, fused_backward, products, ready
 from tilewise.backends.tuning import Target
@@ -128,7 +129,7 @@ def install(monkeypatch, changes=(), tensor_cores=False):
     monkeypatch.setattr(builder, "create_fma", _fma)
     if tensor_cores:
         install_tensor_cores(monkeypatch)
-        monkeypatch.setattr(gluon_on_cpu, "multiply", multiply)
+        monkeypatch.setattr(gluon_program, "multiply", multiply)
     launched = []
     for module in gluon_on_cpu.emulated(changes, launched.append):
         name = module.__name__

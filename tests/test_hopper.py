@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 
 import h200_on_cpu
 import test_gpu
-from gluon_on_cpu import DeadlockError, Kernel, RaceError
+from gluon_numbers import RaceError
+from gluon_on_cpu import Kernel
+from gluon_program import DeadlockError
 from test_fused import check, outcome
 from tilewise.backends import fused_backward, fused_forward, ready
 
@@ -172,25 +174,20 @@ def test_a_positive_beyond_all_bounds_is_seen(monkeypatch):
 # What a GPU is asked
 
 
-@pytest.fixture
-def _as_on_a_gpu(monkeypatch):
-    h200_on_cpu.install(monkeypatch, tensor_cores=True)
-    monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(test_gpu, "multiply", h200_on_cpu.products_of)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", test_gpu.DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["random", "aligned", "opposed"])
 @pytest.mark.parametrize("name", ["clip", "clip-anew", "siglip", "siglip-far"])
-@pytest.mark.usefixtures("_as_on_a_gpu")
-def test_exactness(name, kind, dtype):
+def test_exactness(name, kind, dtype, monkeypatch):
+    h200_on_cpu.install(monkeypatch, tensor_cores=True)
+    monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(test_gpu, "multiply", h200_on_cpu.products_of)
     test_gpu.test_exactness(name, kind, "fused", dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", test_gpu.SHAPES, ids=str)
 @pytest.mark.parametrize("name", test_gpu.LOSSES)
-@pytest.mark.usefixtures("_as_on_a_gpu")
-def test_every_loss_equals_dense(name, shape):
+def test_every_loss_equals_dense(name, shape, monkeypatch):
+    monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
     test_gpu.test_every_loss_equals_dense(name, shape)
