@@ -251,7 +251,7 @@ def store_wait(pendings):
 
 def multiply(a, b, so_far):
     """so_far + a @ b; what else a device makes of it, tests may put in its place."""
-    return so_far + a.float() @ b.float()
+    return (so_far + a.double() @ b.double()).float()
 
 
 class Accumulator:

@@ -99,7 +99,8 @@ def _fma(_, x, y, z):
 
 
 def _plain_product(a, b, so_far):
-    return np.matmul(a, b, dtype=so_far.dtype) + so_far
+    """Rounded once, as `gluon_program.multiply`: both passes see the same logits."""
+    return (np.matmul(a, b, dtype=np.float64) + so_far).astype(so_far.dtype)
 
 
 def _add_product(acc, a, b, first):

@@ -177,6 +177,20 @@ def test_where_no_fixed_offset_holds(name):
         assert (got.double() - true).norm() <= bound * true.norm()
 
 
+def test_both_passes_see_the_same_logits():
+    """Kernels of either pass multiply tiles of other shapes, and must get the same bits.
+
+    Here no fixed offset holds, logits are near -200, and what cancels in the scale's gradient is
+    2,000 times what is left: with other products, summed up in another order, it is off by 5e-5.
+    """
+    a, b = unit(300, 96), unit(300, 96, seed=3)
+    a, b = (F.normalize(0.1 * x + s * unit(1, 96, seed=5), dim=1) for x, s in ((a, 1), (b, -1)))
+    a, b = a.half(), b.half()
+    truth = step(LOSSES["clip"], a.double(), b.double(), 200.0, backend="dense")
+    ours = step(LOSSES["clip"], a, b, 200.0, backend="fused")
+    assert (ours[3].double() - truth[3]).abs() <= 2e-7
+
+
 def test_converted_features_in_several_panels():
     """fp32 in panels of 6,016 rows, an odd number of tiles: what lies past one does not count."""
     a, b = unit(12000, 768), unit(12000, 768, seed=3)

@@ -1,5 +1,7 @@
 """The fused backend as an H200 runs it, on a CPU: see `h200_on_cpu` and `gluon_on_cpu`."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from tilewise.backends import fused
 
 pytest.importorskip("triton")
 
+import gluon_program
 import h200_on_cpu
 import test_gpu
 from gluon_numbers import RaceError
@@ -172,6 +175,15 @@ def test_a_positive_beyond_all_bounds_is_seen(monkeypatch):
 
 
 # What a GPU is asked
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_both_passes_see_the_same_logits(equal, monkeypatch):
+    monkeypatch.setattr(test_gpu, "DEVICE", "cpu")
+    if not equal:
+        monkeypatch.setattr(gluon_program, "multiply", h200_on_cpu.multiply)
+    with contextlib.nullcontext() if equal else pytest.raises(AssertionError):
+        test_gpu.test_both_passes_see_the_same_logits()
 
 
 @pytest.mark.slow
