@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.backends import dz, fused_backward, hopper_dz, kernels, products
-from tilewise.backends.fused_backward import Panel
 from tilewise.backends.fused_forward import Forward
 from tilewise.backends.fused_forward import Panel as ForwardPanel
 from tilewise.backends.fused_softplus import Softplus
 from tilewise.backends.plan import Needs, Plan
+from tilewise.backends.products import Panel
 from tilewise.backends.ready import make_ready
 from tilewise.backends.tuning import TileSize, panel_for
 from tilewise.pairs import Pairs, make_pairs
@@ -47,11 +47,11 @@ CANDIDATES = {
     ],
 }
 
+# 32 pairs at a time: sums of more are cut off too often (docs/log.md).
 SPLIT = [
-    *(TileSize(128, 128, pairs, 8, stages) for pairs, stages in ((64, 3), (64, 2), (32, 4))),
-    TileSize(128, 64, 64, 8, 3),
-    TileSize(64, 128, 64, 4, 3),
-    TileSize(128, 64, 64, 4, 3),
+    *(TileSize(128, 128, 32, 8, stages) for stages in (2, 3, 4)),
+    *(TileSize(*shape, 32, 4, 3) for shape in ((64, 128), (128, 64))),
+    TileSize(128, 64, 32, 8, 3),
 ]
 IN_TURN = {
     "sums": [TileSize(128, 128, 64, 4, stages, lanes) for stages in (6, 7) for lanes in (1, 4)],
@@ -103,7 +103,7 @@ def make(
     if softplus:
         options = {"VALUES": True, "COLUMNS": False, "SCALED": False, "GRADS": True, "IDS": False}
         args = (ones, ones, parts, ones, *backward.ready.marks)
-        options |= {"MASKED": False, "EDGES": False, "pieces": 4}
+        options |= {"MASKED": False, "EDGES": False, "WHOLE_AT": 0, "pieces": 4}
     else:
         forward = Forward(pairs, plan)
         forward._begin()

@@ -51,12 +51,17 @@ class Pointer:
         return Pointer(self.tensor, self.offset + step)
 
     def memory(self, mask):
-        """All of it side by side, and where in it; what is masked is at 0."""
+        """All that the tensor is a part of, side by side, and where in it; if masked at 0."""
         size = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
         at = self.offset.long() if mask is None else torch.where(mask, self.offset.long(), 0)
         wanted = at if mask is None else at[mask.expand(at.shape)]
-        if wanted.numel() and not (wanted.min() >= 0 and wanted.max() < size):
-            raise RaceError(f"memory beyond {size} numbers: {wanted.min()} to {wanted.max()}")
+        first = self.tensor.storage_offset()
+        steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        stop = (
+            first + sum((n - 1) * step for n, step in steps) + 1 if self.tensor.numel() else first
+        )
+        if wanted.numel() and not (wanted.min() >= first and wanted.max() < stop):
+            raise RaceError(f"memory beyond [{first}, {stop}): {wanted.min()} to {wanted.max()}")
         return self.tensor.as_strided((size,), (1,), 0), at
 
 
@@ -66,10 +71,3 @@ def load(pointer, mask=None, other=None):
     memory, at = pointer.memory(mask)
     found = memory[at.as_subclass(torch.Tensor)].as_subclass(Block)
     return found if mask is None else torch.where(mask, found, other)
-
-
-def store(pointer, x, mask=None):
-    memory, at = pointer.memory(mask)
-    x, at = (value.as_subclass(torch.Tensor) for value in torch.broadcast_tensors(x, at))
-    chosen = slice(None) if mask is None else mask.as_subclass(torch.Tensor).expand(at.shape)
-    memory[at[chosen]] = x[chosen].to(memory.dtype)

@@ -20,8 +20,8 @@ import torch
 import triton.language as tl
 
 import gluon_program
-from gluon_numbers import DTYPES, Pointer, block, load, store
-from gluon_program import Barrier, Descriptor, Program
+from gluon_numbers import DTYPES, Pointer, block, load
+from gluon_program import Barrier, Descriptor, Program, store
 from tilewise import backends
 
 
@@ -39,6 +39,12 @@ def _range(*bounds):
 
 def _extreme(of):
     return lambda a, b: of(*(x if isinstance(x, torch.Tensor) else block(x) for x in (a, b)))
+
+
+def _fma(a, b, c):
+    """Rounded once; its numbers are float32."""
+    b = torch.as_tensor(b, dtype=torch.float32).double()
+    return (a.double() * b + c.double()).float()
 
 
 class Kernel:
@@ -59,8 +65,10 @@ class Kernel:
             given = dict(zip(self.parameters, args, strict=False))
             given |= {name: x for name, x in kwargs.items() if name in self.parameters}
             taken = {name: self._taken(name, x) for name, x in given.items()}
+            owners = {}
             for number in range(grid[0]):
-                Program.current = Program(number, random.Random(f"{Kernel.seed} {number}"))
+                draw = random.Random(f"{Kernel.seed} {number}")
+                Program.current = Program(number, draw, owners)
                 self.fn(**taken)
 
         return launch
@@ -99,10 +107,10 @@ LANGUAGE = SimpleNamespace(
     store=store,
     where=torch.where,
     exp2=torch.exp2,
-    fma=lambda a, b, c: (a.double() * b + c.double()).float(),
+    fma=_fma,
     abs=torch.abs,
     sum=torch.sum,
-    max=torch.amax,
+    max=lambda x, axis: torch.nan_to_num(x, nan=-torch.inf).amax(axis),
     split=lambda x: (x[..., 0], x[..., 1]),
     join=lambda a, b: torch.stack((a, b), -1),
     reshape=torch.reshape,

@@ -51,18 +51,24 @@ class Group:
 
 
 class Program:
-    """One program: its groups, and copies under way."""
+    """One program: its groups, and copies under way.
+
+    `owners` has, by tensor, which group of which program wrote a number: nobody else may.
+    """
 
     current: "Program"
 
-    def __init__(self, number, draw):
-        self.number, self.draw = number, draw
-        self.copies, self.stopped, self.baton = [], False, threading.Semaphore(0)
+    def __init__(self, number, draw, owners):
+        self.number, self.draw, self.owners = number, draw, owners
+        self.copies, self.leaving, self.stopped = [], [], False
+        self.baton = threading.Semaphore(0)
         # Whoever prepares the others, alone.
         self.group = Group(self, None, ())
         self.groups = []
 
     def run(self, parts):
+        if not self.group.fenced:
+            raise RaceError("others do not see barriers that were made before them without a fence")
         self.groups = [Group(self, body, args) for body, args in parts]
         for group in self.groups:
             group.thread.start()
@@ -76,6 +82,9 @@ class Program:
                 group.thread.join()
         if self.copies:
             raise RaceError("a copy was never waited for")
+        # A wait for stores is one for their source: where they went it shows at the end only.
+        for leave in self.leaving:
+            leave()
 
     def _turn(self):
         ready = [group for group in self.groups if not group.done and group.ready()]
@@ -102,6 +111,25 @@ class Program:
         group.go.acquire()
         if self.stopped:
             raise _Stopped
+
+    def own(self, tensor, at):
+        """Note who writes to numbers of a tensor's memory."""
+        memory = tensor.untyped_storage()
+        size = memory.nbytes() // tensor.element_size()
+        owners = self.owners.setdefault(memory.data_ptr(), torch.zeros(size, dtype=torch.int32))
+        me = 1 + 3 * self.number + (self.group in self.groups and self.groups.index(self.group))
+        before = owners[at]
+        if ((before != 0) & (before != me)).any():
+            raise RaceError("two groups of warps write to one place")
+        owners[at] = me
+
+
+def store(pointer, x, mask=None):
+    memory, at = pointer.memory(mask)
+    x, at = (value.as_subclass(torch.Tensor) for value in torch.broadcast_tensors(x, at))
+    chosen = slice(None) if mask is None else mask.as_subclass(torch.Tensor).expand(at.shape)
+    Program.current.own(pointer.tensor, at[chosen])
+    memory[at[chosen]] = x[chosen].to(memory.dtype)
 
 
 # Shared memory
@@ -142,6 +170,7 @@ class Barrier:
 
     def init(self, count):
         self.count = self.pending = count
+        Program.current.group.fenced = False
 
     def change(self, arrived, more):
         if self.count == 0:
@@ -232,9 +261,15 @@ def copy_to_global(out, where, place):
     def finish():
         if not _same_bits(seen, place.data):
             raise RaceError("a place was stored to while it was copied")
+        Program.current.leaving.append(leave)
+
+    def leave():
         there, inside = out.part(where)
         there.copy_(seen[inside])
 
+    there, _ = out.part(where)
+    numbers = torch.arange(there.shape[0])[:, None] * there.stride(0) + torch.arange(there.shape[1])
+    Program.current.own(there, there.storage_offset() + numbers)
     Program.current.group.stores.append(finish)
     Program.current.pause()
 

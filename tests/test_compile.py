@@ -27,6 +27,10 @@ TARGETS = [
     ("hip", 942, "float32", 64 * 1024),
 ]
 
+# Bytes: kept exponentials with a learnable scale fold four sums at once, ten registers too many;
+# with columns of other ranks, two.
+SPILLED = {"in-turn-sums-keep-scale": 64, "in-turn-dz-scale-foreign": 16}
+
 
 def compiled(*args):
     """What the script says, run without the interpreter."""
@@ -54,12 +58,9 @@ def test_sizes_of_one_compile():
 def test_kernels_compile(kind, version, dtype, shared):
     found = [json.loads(line) for line in compiled(kind, version, dtype).splitlines()]
     in_turn = (kind, version) == ("cuda", 90) and dtype in ("bfloat16", "float16")
-    assert len(found) == 15 + (8 if in_turn else 0) + (2 if dtype == "float32" else 0)
+    assert len(found) == 15 + (11 if in_turn else 0) + (2 if dtype == "float32" else 0)
     for kernel in found:
-        # Kept exponentials with a learnable scale fold four sums at once: ten registers too many.
-        assert kernel["spilled"] <= (64 if kernel["name"] == "in-turn-sums-keep-scale" else 0), (
-            kernel
-        )
+        assert kernel["spilled"] <= SPILLED.get(kernel["name"], 0), kernel
         assert kernel["trap"] == 0, kernel
         assert kernel["mma"] > 0, kernel
         assert kernel["narrow"] == 0, kernel

@@ -310,6 +310,21 @@ def test_memory_contract(name, dtype, batch):
     assert peak + 2 * side <= 1.25 * 4 * side + 256 * MIB, f"{(peak + 2 * side) / MIB:.0f} MiB"
 
 
+def test_memory_of_what_is_kept_in_part():
+    """Nothing above the contract but the exponentials, with a learnable scale too."""
+    a, b = unit(65536, 768, torch.bfloat16), unit(65536, 768, torch.bfloat16, seed=3)
+    step(LOSSES["clip"], a[:512], b[:512])
+    kept = 8192 * 65536 * 2
+    assert tw.explain_keep(a, b, kept / MIB)[:2] == (1, 8)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(LOSSES["clip"], a, b, keep_mib=kept / MIB)
+    # `step` clones both sides.
+    peak = torch.cuda.max_memory_allocated() - before - kept
+    assert peak <= 1.25 * 4 * a.numel() * 2 + 256 * MIB, f"{peak / MIB:.0f} MiB"
+
+
 def test_values_are_not_read_back():
     a, b = unit(6, 4), unit(6, 4, seed=3)
     index = torch.arange(6, device=DEVICE)

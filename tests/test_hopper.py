@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
+from tilewise import hosted
 from tilewise.backends import fused
 
 pytest.importorskip("triton")
@@ -155,6 +156,8 @@ FAULTS = {
     "halves are stored too early": ("    tma.store_wait(0)\n    place", "    pass\n    place"),
     "nobody waits for the last stores": ("    tma.store_wait(0)\n\n", "    pass\n\n"),
     "a row too far": ("sums, local < n)", "sums)"),
+    "nobody sees barriers that are made": ("fence_async_shared()\n    return", "return"),
+    "groups share a place": ("staging.index(ME)", "staging.index(0)"),
 }
 
 
@@ -165,10 +168,40 @@ def test_faults_are_seen(fault, monkeypatch):
         check("clip", unit(300, 456), unit(300, 456), 14.0)
 
 
+def check_blocks(monkeypatch):
+    """NT-Xent in eight blocks of features in host memory, hard negatives in the last one.
+
+    What a row sums up over several blocks counts from the offset of one of them.
+    """
+    a, b = unit(512, 64), unit(512, 64)
+    b[-128:] = F.normalize(0.45 * a[:128].double() + 0.9 * b[-128:].double(), dim=1).half()
+    found = []
+    for backend, dtype in (("dense", torch.float64), ("fused", torch.float16)):
+        x, y = (side.detach().to(dtype, copy=True).requires_grad_() for side in (a, b))
+        loss = tw.nt_xent(x, y, 30.0, backend=backend)
+        loss.backward()
+        found.append((loss.detach().double(), x.grad.double(), y.grad.double()))
+        monkeypatch.setattr(hosted.Blocks, "is_away", staticmethod(lambda *_: True))
+        monkeypatch.setattr(hosted, "BLOCK_BYTES", 128 * 64 * 2)
+    for true, got in zip(*found, strict=True):
+        assert (got - true).norm() <= 1e-3 * true.norm()
+
+
+def test_sums_of_several_visits(monkeypatch, launched):
+    check_blocks(monkeypatch)
+    assert launched.count("dz_of_sums") > 8
+
+
+def test_negatives_far_above_an_offset_are_seen(monkeypatch):
+    h200_on_cpu.install(monkeypatch, [("ABOVE = gl.constexpr(64.0)", "ABOVE = gl.constexpr(1.0)")])
+    with pytest.raises(AssertionError):
+        check_blocks(monkeypatch)
+
+
 def test_a_positive_beyond_all_bounds_is_seen(monkeypatch):
     """What `mend` overwrites must be finite, or its share of the scale's gradient is not."""
     h200_on_cpu.install(
-        monkeypatch, [("gl.minimum(s * scale2 - shift, 1.0)", "s * scale2 - shift")]
+        monkeypatch, [("gl.minimum(s * scale2 - shift, ABOVE)", "s * scale2 - shift")]
     )
     with pytest.raises(AssertionError):
         check_opposed(tw.clip_loss, 80, learnable=True)

@@ -76,7 +76,7 @@ def errors(loss, loss_of_z, kind, shape, scales, bias=0.0):
 
 
 def check(found):
-    """The bar of design.md: twice the error of plain float32 and half a rounding of the output."""
+    """The bar of docs/math.md: twice plain float32's error and half a rounding of the output."""
     half = torch.finfo(torch.float32).eps / 2
     for output, (error, plain, size) in found.items():
         allowed = 2 * plain + half * size

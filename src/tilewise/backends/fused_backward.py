@@ -1,7 +1,7 @@
 """Launching the backward kernels: dz of a panel at a time, and the two products of it."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tilewise.backends.fused import SPARE_BYTES
 from tilewise.backends.fused_forward import BLOCK, pulls
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
 from tilewise.backends.products import (
+    Panel,
     add_product,
     add_products,
     cut,
@@ -29,18 +30,6 @@ from tilewise.tiles import Tile, balanced, cdiv, padded, row_of_tiles, spans, up
 
 # fp16 has no room below 1e-8: dz is stored times this power of two, which leaves room for 8 above.
 MULTIPLIER = {torch.float16: 4096.0}
-
-
-class Panel(NamedTuple):
-    """Rows against columns, and where their dz goes."""
-
-    tile: Tile
-    dz: Tensor  # (n, m), rows at multiples of 16 bytes
-    rest: Tensor | None = None  # (n, m) likewise: what rounding dz took away, times REST
-
-    @property
-    def parts(self) -> list[Tensor]:
-        return [part for part in self[1:] if part is not None]
 
 
 class Backward:
@@ -113,8 +102,10 @@ class Backward:
     def _sweep_kept(self, dz_of: Callable[[Panel], None], row_acc: Tensor | None) -> None:
         """The rows whose exponentials were kept: dz takes their place, and products are large."""
         (_, m, _), kept = self.pairs.shape, self.kept
+        # Wide panels are few launches, but what is summed up for the scale would grow with them.
+        width = fused.CHUNK if self.needs.scale else 4 * fused.CHUNK
         for span in spans(len(kept), fused.CHUNK):
-            for tile in row_of_tiles(span, m, 4 * fused.CHUNK):
+            for tile in row_of_tiles(span, m, width):
                 dz_of(Panel(tile, kept[tile.rows, tile.cols]))
         if row_acc is not None and self.rows is not None:
             for span in spans(len(kept), len(row_acc)):
@@ -217,15 +208,16 @@ class Backward:
         return out
 
     def _launch(
-        self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2, **options: Any
-    ) -> None:
-        """A persistent kernel over the tiles of a panel."""
+        self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2,
+        on_flag: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        """A persistent kernel over the tiles of a panel; `on_flag`, if the flag is up."""
         tile, *parts = panel
         n, m, _ = self.pairs.shape
         height, width = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
         count = cdiv(height, size.rows) * cdiv(width, size.cols)
         kernel[(min(count, size.programs * self.ready.processors),)](
-            *self.ready.loads(size, tile),
+            *self.ready.loads(size, tile, self.flag if on_flag else None),
             *(x if x is None else self.ready.tiled(x, size.rows, size.cols // pieces)
               for x in parts),
             self.head, *args, tile.row_start, tile.col_start, height, width, n, m,
@@ -297,19 +289,18 @@ class Backward:
         row_vectors, col_vectors, at_positive = taken
         kind, tiles, turns = self.ready.kind(), self.ready.tiles, self._turns
         scaled, marked = self.needs.scale, self._marked()
-        # Either kernel fills as many column tiles as it has; the rest stays 0.
-        width = cdiv(panel.dz.shape[1], min(tiles.dz.cols, tiles.marked.cols))
-        parts = self.head.new_zeros(width if scaled else 0, panel.dz.shape[0])
         flags = {"COLUMNS": both, "SCALED": scaled}
         tile, kept = panel.tile, panel.tile.row_stop <= len(self.kept)
+        alone = None if kept or marked else turns
+        parts = self._scale_parts(panel, alone and alone.dz)
         if kept:
             self._kept_dz(panel, row_vectors[0], col_vectors[0], both)
-        elif not marked and turns is not None:
+        elif alone is not None:
             from tilewise.backends import hopper_dz
 
             aligned = self.pairs.skip_self or self.pairs.kind == "aligned"
             self._launch_in_turn(
-                hopper_dz.dz_of_sums, turns.dz, panel, self.flag, row_vectors, col_vectors, parts,
+                hopper_dz.dz_of_sums, alone.dz, panel, self.flag, row_vectors, col_vectors, parts,
                 DIAGONAL=aligned, **flags,
             )  # fmt: skip
         elif not marked:
@@ -318,11 +309,12 @@ class Backward:
                 parts, KIND=kind["KIND"], SELF=kind["SELF"], **flags,
             )  # fmt: skip
         # The kernel of `hopper` needs no second one for where the flag is up.
-        if kept or marked or turns is None:
+        if alone is None:
+            on_flag = kept or not marked
             self._launch(
                 dz_kernels.dz_of_marked, tiles.marked, panel, self.flag, row_vectors, col_vectors,
-                parts, *self.ready.marks, SUMS=self.plan.sums, ON_FLAG=kept or not marked, **flags,
-                **kind,
+                parts, *self.ready.marks, SUMS=self.plan.sums, ON_FLAG=on_flag, on_flag=on_flag,
+                **flags, **kind,
             )  # fmt: skip
         if scaled:
             self._add_to_scale(tile, parts)
@@ -333,6 +325,17 @@ class Backward:
             *panel[1:], panel.dz.stride(0), self.ready.marks[0], at_positive, tile.row_start,
             tile.col_start, *panel.dz.shape, BLOCK=BLOCK, **vectors_kind,
         )  # fmt: skip
+
+    def _scale_parts(self, panel: Panel, size: TileSize | None) -> Tensor:
+        """What tiles add to the scale's gradient (column tiles, n): of one kernel, or of any."""
+        height, width = panel.dz.shape
+        if not self.needs.scale:
+            return self.head.new_empty(0, height)
+        if size is not None:
+            return self.head.new_empty(cdiv(width, size.cols), height)
+        # Either kernel fills as many column tiles as it has; the rest stays 0.
+        tiles = self.ready.tiles
+        return self.head.new_zeros(cdiv(width, min(tiles.dz.cols, tiles.marked.cols)), height)
 
     def _kept_dz(self, panel: Panel, row_gain: Tensor, col_gain: Tensor, both: bool) -> None:
         tile, dz, _ = panel

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import dz as dz_kernels
-from tilewise.backends.fused_backward import Backward, Panel
+from tilewise.backends.fused_backward import Backward
 from tilewise.backends.plan import Grads
-from tilewise.backends.products import add_parts
+from tilewise.backends.products import Panel, add_parts
 from tilewise.backends.tuning import TileSize
 from tilewise.reductions import power_of_two
 from tilewise.tiles import Tile, cdiv

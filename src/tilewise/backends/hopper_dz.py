@@ -30,6 +30,8 @@ from tilewise.backends.hopper import (
 
 # Where exp(z) < 2^-8.
 FAR = gl.constexpr(-5.55)
+# How far a logit may lie above the offset of its slot, in units of log 2.
+ABOVE = gl.constexpr(64.0)
 
 # The same text, read as Gluon.
 _softplus_and_sigmoid = gluon.jit(triton_dz.softplus_and_sigmoid.fn)
@@ -69,10 +71,11 @@ def _quarter(TN: gl.constexpr, TM: gl.constexpr):
 def _apart(s, scale2, gain, shift):
     """gain * exp2(z - shift) where no offset serves all: each slot has its own.
 
-    No negative exceeds its slot's shift by more than a rounding. What does is a positive, or past
-    the edge, and need only be finite: it is mended, or never stored.
+    A slot's sum over several visits counts from the offset of one of them, and negatives of others
+    exceed that by the logarithm of their number. What exceeds it by more is a positive, or past the
+    edge, and need only be finite: it is mended, or never stored.
     """
-    return gl.exp2(gl.minimum(s * scale2 - shift, 1.0)) * gain
+    return gl.exp2(gl.minimum(s * scale2 - shift, ABOVE)) * gain
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """Panels of dz: how they are cut, multiplied with features, and rounded into gradients."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,18 @@ from torch import Tensor
 from tilewise.backends import adding, split_products
 from tilewise.backends.ready import Ready
 from tilewise.tiles import Tile, balanced, cdiv, padded
+
+
+class Panel(NamedTuple):
+    """Rows against columns, and where their dz goes."""
+
+    tile: Tile
+    dz: Tensor  # (n, m), rows at multiples of 16 bytes
+    rest: Tensor | None = None  # (n, m) likewise: what rounding dz took away, times REST
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [part for part in self[1:] if part is not None]
 
 
 def piece(length: int, best: int, most: int, unit: int) -> int:
