@@ -3,6 +3,8 @@
 import csv
 import importlib
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -187,3 +189,37 @@ def test_report_takes_the_newest_row(tmp_path):
         writer.writerow({**row, "date": "2999-01-01T00:00:00+00:00", "time_ms": "7.0"})
     (kept,) = report.load([newer, path])
     assert kept.get("time_ms") == 7.0
+
+
+def gpu_session(folder, *parts, within=590):
+    """The script, with a Python that only says what it was asked; pytest fails, steps take long."""
+    python = folder / "python"
+    answers = '"-m pytest"*) exit 1;; *encoders*) sleep 60;;'
+    python.write_text(f'#!/bin/sh\necho "asked: $*"\ncase "$*" in {answers} esac\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "OUT": str(folder), "WITHIN": str(within)}
+    command = ["bash", str(Path(run.ROOT, "benchmarks", "gpu_session.sh")), *parts]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_parts_of_a_gpu_session_do_not_cost_each_other(tmp_path):
+    done = gpu_session(tmp_path, "tests", "step-peers", "steps", "bars", within=7)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()[-4:]
+    assert [line.rsplit(",", 1)[0] for line in lines] == [
+        "tests: failed (1)", "step-peers: ok", "steps: out of time", "bars: not begun",
+    ]  # fmt: skip
+    assert "peers --repeats 7" in (tmp_path / "step-peers.log").read_text()
+
+
+def test_every_part_of_a_gpu_session_asks_for_cases_that_exist(tmp_path):
+    done = gpu_session(tmp_path, "bars", "bars-large", "peers")
+    assert done.returncode == 0, done.stdout
+    asked = [line.split() for line in done.stdout.splitlines() if "--cases" in line]
+    assert len(asked) == 5
+    barred = set()
+    for words in asked:
+        names = words[words.index("--cases") + 1].split(",")
+        barred |= {case for case in map(cases.find_case, names) if case in cases.CASES}
+    assert {case for case in cases.CASES if case.bar or case.note} <= barred
+    assert gpu_session(tmp_path, "all").returncode == 2
