@@ -23,7 +23,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
 
 import torch
-from no_device import pretend
+from no_device import pretend, waits
 from torch import Tensor
 
 import tilewise
@@ -50,6 +50,12 @@ LOSSES: dict[str, Loss] = {
     ).sum(),
     "info_nce-frozen": lambda a, b, s: tilewise.info_nce(a, b.detach(), 14.3, **HOW),
     "info_nce-smooth": lambda a, b, s: tilewise.info_nce(a, b, s, label_smoothing=0.1, **HOW),
+    "info_nce-index": lambda a, b, s: tilewise.info_nce(
+        a, b, s, positives=torch.arange(len(a)).flip(0), **HOW
+    ),
+    "info_nce-hard": lambda a, b, s: tilewise.info_nce(
+        a, b, s, negatives=torch.stack([a, b], 1), weight=s.expand(len(a)), **HOW
+    ),
     "nt_xent": lambda a, b, s: tilewise.nt_xent(a, b, s, **HOW),
     "sup_con": lambda a, b, s: tilewise.sup_con(a, marks(a), s, **HOW),
 }
@@ -105,12 +111,14 @@ def main(arguments: list[str] | None = None) -> None:
             "python_ms": statistics.median(times),
             "compiled": [kernel for kernel, _ in compilations],
             "compile_s": sum(seconds for _, seconds in compilations),
+            "waits": waits(step),
         }
         if options.json:
             sys.stdout.write(json.dumps(found) + "\n")
             continue
         print(f"{name:24}{found['kernels']:8}{count:9}{found['python_ms']:8.2f} ms"
-              f"{len(compilations):4} in {found['compile_s']:.1f} s", flush=True)  # fmt: skip
+              f"{len(compilations):4} in {found['compile_s']:.1f} s", *found["waits"],
+              flush=True)  # fmt: skip
         if options.profile:
             profile(step, options.repeats)
 

@@ -2,11 +2,12 @@
 
 For what a GPU is too fast or too rare to show: whether every launch compiles and finds the
 arguments that it needs (Triton's interpreter runs no Gluon, and forgives what the compiler does
-not), how many there are, and how long Python takes for them. Tensors are on the CPU; what products
-and kernels would have written is whatever lies there.
+not), how many there are, how long Python takes for them, and whether the host would wait for the
+device. Tensors are on the CPU; what products and kernels would have written is whatever lies there.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime.jit import JITFunction
 
-from tilewise import autograd
+from tilewise import autograd, pairs
 from tilewise.backends import fused, fused_attend, fused_backward, products, ready, tuning
 
 # Bytes of shared memory that a program may have.
 SHARED = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+# What reads a tensor's values on the host, or copies Python's numbers to a device.
+WAITS = {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "equal"}
 
 
 class NoUtils:
@@ -82,6 +85,7 @@ def pretend(capability: int) -> tuple[NoDriver, Compilations]:
     ready.target_of = lambda _: tuning.Target("cuda", capability)
     # A CPU's tensors would be looked at, and multiplied.
     autograd.check_values = lambda _: None
+    pairs.is_readable = lambda _: False
 
     def no_product(acc: Tensor, *_: Any) -> None:
         driver.launched.append("product")
@@ -90,3 +94,11 @@ def pretend(capability: int) -> tuple[NoDriver, Compilations]:
         module.add_product = no_product
     torch.set_num_threads(1)
     return driver, compilations
+
+
+def waits(step: Callable[[], None]) -> list[str]:
+    """Operations of a step for which the host would wait, and which no CUDA graph can hold."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    names = {event.name.removeprefix("aten::") for event in profiler.events()}
+    return sorted(names & WAITS)

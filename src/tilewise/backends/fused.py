@@ -139,7 +139,7 @@ def attend(pairs: Pairs, plan: Plan) -> Attended:
         return Attending(pairs, plan).attend()
     swept = log_sums(pairs, plan._replace(keep_bytes=0))
     upstream = torch.zeros_like(swept.rows)
-    upstream[0] = 1.0
+    upstream[0].fill_(1.0)
     means = Means(pairs, plan)
     means.log_sums(swept, (upstream, swept.cols))
     return Attended(swept.rows, means.mean, means.product)

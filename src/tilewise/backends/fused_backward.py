@@ -252,8 +252,10 @@ class Backward:
         col_stats, d_cols = (row_stats, d_rows)
         if columns:
             col_stats, d_cols = swept.cols, upstream[1].contiguous()
-        # What was swept without a fixed offset has none to go by.
-        memo = swept.memo if swept.memo.numel() else self.head.new_tensor([0.0, 1.0])
+        # What was swept without a fixed offset has none to go by: 0, and the flag is up.
+        memo = swept.memo
+        if not memo.numel():
+            memo = torch.arange(2, dtype=self.head.dtype, device=self.head.device)
         self.flag = memo[1:2]
         if len(swept.kept):
             # In the features' dtype from now on, which is as wide.
