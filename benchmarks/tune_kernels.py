@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.backends import dz, fused_backward, hopper_dz, kernels, products
-from tilewise.backends.fused_forward import Forward
-from tilewise.backends.fused_forward import Panel as ForwardPanel
+from tilewise.backends.fused_forward import Forward, SumPanel
 from tilewise.backends.fused_softplus import Softplus
 from tilewise.backends.plan import Needs, Plan
-from tilewise.backends.products import Panel
+from tilewise.backends.products import DzPanel
 from tilewise.backends.ready import make_ready
 from tilewise.backends.tuning import TileSize, panel_for
 from tilewise.pairs import Pairs, make_pairs
@@ -53,7 +52,7 @@ SPLIT = [
     *(TileSize(*shape, 32, 4, 3) for shape in ((64, 128), (128, 64))),
     TileSize(128, 64, 32, 8, 3),
 ]
-IN_TURN = {
+GLUON = {
     "sums": [TileSize(128, 128, 64, 4, stages, lanes) for stages in (6, 7) for lanes in (1, 4)],
     "dz_of_sums": [TileSize(128, 128, 64, 4, *rest) for rest in ((5, 1), (6, 1), (6, 3))],
     "dz_of_softplus": [TileSize(128, 128, 64, 4, stages, 1) for stages in (5, 6)],
@@ -81,22 +80,22 @@ def ceiling(seconds: float) -> float:
 
 
 def make(
-    name: str, size: TileSize, pairs: Pairs, in_turn: bool
+    name: str, size: TileSize, pairs: Pairs, in_gluon: bool
 ) -> tuple[Callable[[], object], int]:
-    """(a call that runs the kernel once, pairs it looks at); `in_turn` for those of `hopper`."""
+    """(a call that runs the kernel once, pairs it looks at); `in_gluon` for those of `hopper`."""
     n, m, _ = pairs.shape
     if name == "sums":
         forward = Forward(pairs, Plan("logsumexp", True, False, "fused", 2**28, False))
         forward._begin()
         whole = Tile(0, n // 2, 0, m)
-        panel = ForwardPanel(whole, size, in_turn=in_turn, masked=False, kept=None)
+        panel = SumPanel(whole, size, in_gluon=in_gluon, masked=False, kept=None)
         return lambda: forward._sweep(panel, forward._parts(panel)), n // 2 * m
     softplus = name == "dz_of_softplus"
     plan = Plan("softplus" if softplus else "logsumexp", False, False, "fused", 2**28, False)
     backward = Softplus(pairs, plan, Needs(True, True, False, False))
     backward._softplus_head(torch.ones((), device="cuda"))
     height, width = panel_for(pairs.shape[2], split=False)
-    panel = Panel(Tile(0, height, 0, width), pairs.rows.new_empty(height, width))
+    panel = DzPanel(Tile(0, height, 0, width), pairs.rows.new_empty(height, width))
     ones = torch.ones(max(n, m), device="cuda")
     parts = torch.empty(3, -(-width // size.cols), height, device="cuda")
     kind = {"KIND": kernels.KINDS["aligned"], "SELF": False}
@@ -111,13 +110,13 @@ def make(
         backward.flag.zero_()
         options = {"COLUMNS": True, "SCALED": False}
         args = (backward.flag, ones, ones, parts)
-    if in_turn:
+    if in_gluon:
         if softplus:
             args, options = args[:3], {"VALUES": True, "COLUMNS": False, "SCALED": False}
         else:
             options["DIAGONAL"] = True
         kernel = getattr(hopper_dz, name)
-        launch = lambda: backward._launch_in_turn(kernel, size, panel, *args, **options)  # noqa: E731
+        launch = lambda: backward._launch_gluon(kernel, size, panel, *args, **options)  # noqa: E731
         return launch, height * width
     kernel = getattr(dz, name)
     return (
@@ -200,19 +199,22 @@ def main() -> None:
         print(f"cuBLAS 8192^3: {ceiling(2.0):.0f} TFLOP/s")
         return
     candidates = [(name, size, False) for name, sizes in CANDIDATES.items() for size in sizes]
-    candidates += [(name, size, True) for name, sizes in IN_TURN.items() for size in sizes]
-    for name, size, in_turn in candidates:
+    candidates += [(name, size, True) for name, sizes in GLUON.items() for size in sizes]
+    for name, size, in_gluon in candidates:
         if options.bias is not None and name != "dz_of_softplus":
             continue
         try:
-            call, count = make(name, size, pairs, in_turn)
+            call, count = make(name, size, pairs, in_gluon)
             ms = sustained(call, options.seconds)
         except Exception as error:  # a tile that does not compile is a line of the table
             print(f"{name:15} {tuple(size)}: {type(error).__name__}", flush=True)
             continue
         rate = 2 * count * options.features / ms / 1e9
-        turn = "in turn" if in_turn else ""
-        print(f"{name:15} {tuple(size)!s:32} {turn:8} {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
+        language = "Gluon" if in_gluon else "Triton"
+        print(
+            f"{name:15} {tuple(size)!s:32} {language:8} {ms:7.3f} ms {rate:5.0f} TFLOP/s",
+            flush=True,
+        )
     print(f"cuBLAS 8192^3: {ceiling(2.0):.0f} TFLOP/s")
 
 

@@ -224,26 +224,26 @@ def compile_split_product(name, target):
     return triton.compile(source, target=gpu_of(target), options=options)
 
 
-IN_TURN = {
-    "in-turn-sums": ("sums", "sums", {"SCALED": False, "kept": None}),
-    "in-turn-sums-keep": ("sums", "sums", {"SCALED": False, "kept": "i16"}),
-    "in-turn-sums-attend": ("sums", "sums", {"SCALED": True, "COLUMNS": False, "kept": "bf16"}),
-    "in-turn-dz": ("dz_of_sums", "dz", {"SCALED": False}),
-    "in-turn-dz-scale": ("dz_of_sums", "dz", {"SCALED": True}),
-    "in-turn-dz-foreign": ("dz_of_sums", "dz", {"SCALED": False, "DIAGONAL": False}),
-    "in-turn-dz-scale-foreign": ("dz_of_sums", "dz", {"SCALED": True, "DIAGONAL": False}),
-    "in-turn-dz-scale-rows": ("dz_of_sums", "dz", {"SCALED": True, "COLUMNS": False}),
-    "in-turn-softplus": ("dz_of_softplus", "softplus", {"SCALED": False}),
-    "in-turn-sums-keep-scale": ("sums", "sums", {"SCALED": True, "kept": "i16"}),
-    "in-turn-softplus-scale": ("dz_of_softplus", "softplus", {"SCALED": True}),
+GLUON = {
+    "gluon-sums": ("sums", "sums", {"SCALED": False, "kept": None}),
+    "gluon-sums-keep": ("sums", "sums", {"SCALED": False, "kept": "i16"}),
+    "gluon-sums-attend": ("sums", "sums", {"SCALED": True, "COLUMNS": False, "kept": "bf16"}),
+    "gluon-dz": ("dz_of_sums", "dz", {"SCALED": False}),
+    "gluon-dz-scale": ("dz_of_sums", "dz", {"SCALED": True}),
+    "gluon-dz-foreign": ("dz_of_sums", "dz", {"SCALED": False, "DIAGONAL": False}),
+    "gluon-dz-scale-foreign": ("dz_of_sums", "dz", {"SCALED": True, "DIAGONAL": False}),
+    "gluon-dz-scale-rows": ("dz_of_sums", "dz", {"SCALED": True, "COLUMNS": False}),
+    "gluon-softplus": ("dz_of_softplus", "softplus", {"SCALED": False}),
+    "gluon-sums-keep-scale": ("sums", "sums", {"SCALED": True, "kept": "i16"}),
+    "gluon-softplus-scale": ("dz_of_softplus", "softplus", {"SCALED": True}),
 }
 
 
 def compile_in_turn(name, dtype, features):
     """The compiled kernel of `hopper`."""
-    kernel_name, tile_name, options = IN_TURN[name]
+    kernel_name, tile_name, options = GLUON[name]
     kernel = getattr(hopper_dz if kernel_name.startswith("dz") else hopper, kernel_name)
-    size = getattr(tuning.IN_TURN, tile_name)
+    size = getattr(tuning.GLUON, tile_name)
     values = {
         "D": features, "STAGES": size.stages, "LANES": size.group, "DIAGONAL": True,
         "COLUMNS": kernel_name != "dz_of_softplus", "VALUES": True, **options,
@@ -316,7 +316,7 @@ def spills(ptx, version):
 
 
 def report(name, target, dtype, features):
-    if name in IN_TURN:
+    if name in GLUON:
         compiled = compile_in_turn(name, dtype, features)
     elif name in SPLIT_PRODUCTS:
         compiled = compile_split_product(name, target)
@@ -349,8 +349,8 @@ if __name__ == "__main__":
             compile_variant(variant, Target(kind, int(version)), getattr(torch, dtype), 8,
                             ones=("N", "M", "n", "m"))  # fmt: skip
         sys.exit()
-    turns = tuning.tiles_in_turn(Target(kind, int(version)), getattr(torch, dtype))
+    gluon = tuning.gluon_tiles(Target(kind, int(version)), getattr(torch, dtype))
     split = SPLIT_PRODUCTS if dtype == "float32" else ()
-    for variant in names or [*VARIANTS, *(IN_TURN if turns else ()), *split]:
+    for variant in names or [*VARIANTS, *(GLUON if gluon else ()), *split]:
         found = report(variant, Target(kind, int(version)), getattr(torch, dtype), 768)
         sys.stdout.write(json.dumps(found) + "\n")

@@ -108,7 +108,7 @@ def op_calls():
     return {
         "reduce": (autograd.reduce, (*pairs, plan.text())),
         "reduce-sums": (autograd.reduce, (*pairs, sums.text())),
-        "reduce-shared": (autograd.reduce, (*shared, plan.text())),
+        "reduce-shared": (autograd.reduce, (*shared, plan._replace(columns=False).text())),
         "reduce-softplus": (autograd.reduce, (*soft, softplus.text())),
         "differentiate": (
             autograd._differentiate,

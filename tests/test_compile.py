@@ -29,7 +29,7 @@ TARGETS = [
 
 # Bytes: kept exponentials with a learnable scale fold four sums at once, ten registers too many;
 # with columns of other ranks, two.
-SPILLED = {"in-turn-sums-keep-scale": 64, "in-turn-dz-scale-foreign": 16}
+SPILLED = {"gluon-sums-keep-scale": 64, "gluon-dz-scale-foreign": 16}
 
 
 def compiled(*args):
@@ -43,10 +43,10 @@ def compiled(*args):
 
 def test_the_edges_have_the_same_tiles():
     """Sums by column tile that `hopper_dz` leaves are overwritten by the run over the edges."""
-    from tilewise.backends.tuning import HOPPER, IN_TURN
+    from tilewise.backends.tuning import GLUON, HOPPER
 
-    assert IN_TURN.softplus[:2] == HOPPER.softplus[:2]
-    assert IN_TURN.masked == HOPPER.masked
+    assert GLUON.softplus[:2] == HOPPER.softplus[:2]
+    assert GLUON.masked == HOPPER.masked
 
 
 def test_sizes_of_one_compile():

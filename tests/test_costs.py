@@ -49,8 +49,6 @@ def test_bytes_of_a_pass():
     forward, backward = costs.passes(LOAD)
     assert (forward.column_bytes, forward.found_bytes) == (1024, 20)
     assert (backward.column_bytes, backward.found_bytes) == (1024 + 40, 2048)
-    assert costs.sent_per_column(forward, 3) == 2 * 1024 + 3 * 20
-    assert costs.sent_per_column(backward, 1) == 0
     frozen = costs.passes(LOAD._replace(grads=False))[1]
     assert (frozen.products, frozen.found_bytes) == (2, 0)
 
@@ -72,7 +70,7 @@ def test_a_plain_ring_waits_for_the_slow_link_at_every_step():
 
 
 def choose(load, nodes, room=256 * MIB, cluster=CLUSTER):
-    return costs.choose(load, nodes, cluster, room)
+    return costs.choose(load, nodes, cluster, room // costs.GATHER_ROOM)
 
 
 def test_the_choice_says_why():

@@ -14,7 +14,7 @@ import oracle
 import tilewise as tw
 from tilewise import autograd
 from tilewise.backends import fused
-from tilewise.backends.plan import LENT, Needs, Plan
+from tilewise.backends.plan import IN_WORKSPACE, Needs, Plan
 from tilewise.pairs import make_pairs
 from tilewise.reductions import merged
 from tilewise.tiles import Tile, padded
@@ -637,7 +637,7 @@ def test_what_is_kept_has_a_fraction_of_8_bits():
     a, b = unit(100, 8).half(), unit(90, 8).half()
     pairs = make_pairs(a, b, (60.0, None), positives=None, ids=None, labels=None, skip_self=False)
     swept = fused.reduce(
-        pairs, Plan("logsumexp", True, False, "fused", 2**20, False, keep_bytes=LENT)
+        pairs, Plan("logsumexp", True, False, "fused", 2**20, False, keep_bytes=IN_WORKSPACE)
     )
     kept = ((swept.kept[:, :90].int() & 0xFFFF) << 15).view(torch.float32).double()
     true = torch.exp2(
@@ -657,7 +657,7 @@ def test_all_is_kept_where_it_fits_the_workspace():
     # Exponentials, the rows' gradients in float32, and both sides' features if they must be copied.
     needed = 100 * 96 * 2 + 100 * 24 * 4 + 190 * 24 * 2
     for workspace, rows in ((2 * needed, 100), (2 * needed - 2, 0)):
-        plan = Plan("logsumexp", True, False, "fused", workspace, False, keep_bytes=LENT)
+        plan = Plan("logsumexp", True, False, "fused", workspace, False, keep_bytes=IN_WORKSPACE)
         assert fused.kept_rows(pairs, plan) == rows
     assert tw.explain_keep(a, b).chunks == 2
     assert tw.explain_keep(a, b, 0).chunks == 0
@@ -826,7 +826,7 @@ def test_panels_of_the_forward(n, m, d, dtype, monkeypatch):
     monkeypatch.setattr(hopper, "sums", collections.defaultdict(lambda: launch))
     monkeypatch.setattr(ready.Ready, "in_turn", lambda *_: [None, None])
 
-    monkeypatch.setattr(ready, "tiles_in_turn", lambda *_: tuning.IN_TURN)
+    monkeypatch.setattr(ready, "gluon_tiles", lambda *_: tuning.GLUON)
     features = [torch.empty(k, d, dtype=dtype, device="meta") for k in (n, m)]
     plan = Plan("logsumexp", True, False, "fused", 2**28, False)
     pairs = make_pairs(

@@ -903,6 +903,7 @@ WRONG = {
     ),
     "unknown inputs": (lambda t: tw.CachedStep(t, sup_con, micro_batch=4)(Bag(1)), "pass split="),
     "no encoders": (lambda t: tw.CachedStep([], sup_con, micro_batch=4), "at least one"),
+    "no named encoders": (lambda t: tw.CachedStep({}, sup_con, micro_batch=4), "at least one"),
     "no features": (
         lambda t: tw.CachedStep(lambda x: "text", sup_con, micro_batch=4)(data()),
         "must return features",

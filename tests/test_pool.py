@@ -264,21 +264,6 @@ def test_a_damaged_state_is_refused():
     assert len(fresh) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_a_state_of_before_puts_had_turns(dtype):
-    """It told of each sample by which put it came."""
-    now, again = pool(6), pool(6)
-    for turn in range(3):
-        now.put(unit(2, turn), torch.arange(2) + 2 * turn)
-    state = now.state_dict()
-    again.load_state_dict({**state, "born": (state["born"] // 2**32).to(dtype)})
-    assert torch.equal(again.ages, now.ages)
-    for each in (now, again):
-        each.put(unit(3, 3), torch.arange(10, 13))
-    assert torch.equal(again.ids, now.ids)
-    assert torch.equal(again.features, now.features)
-
-
 @pytest.mark.parametrize("in_file", [False, True])
 def test_an_overwriting_pool_takes_the_newest_of_copies(in_file, tmp_path):
     path = tmp_path if in_file else None

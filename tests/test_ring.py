@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -349,6 +350,11 @@ def odd_calls(rank):
     assert torch.equal(plain, tw.clip_loss(a, b, 5.0, sizes=[3, 3], **group))
     views = tw.nt_xent(a, b, **group)
     assert torch.equal(views, tw.nt_xent(a, b, sizes=[3, 3], **group))
+    assert torch.equal(views, tw.nt_xent(a, b, sizes=torch.tensor([3, 3]), **group))
+    with pytest.raises(tw.OptionError, match=r"3 for rank \d of the group, got \[2, 2\]"):
+        tw.nt_xent(a, b, sizes=[2, 2], **group)
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a sum has no divisor")):
+        tw.siglip_loss(a, b, 5.0, -1.0, reduction="sum", sizes=[3, 3], **group)
     compiled = torch.compile(lambda a, b: tw.clip_loss(a * 1.0, b, 5.0, **group) + 1.0)
     assert torch.allclose(compiled(a, b), plain + 1.0)
     # As open_clip's loop compiles them: which ranks there are is found out inside.

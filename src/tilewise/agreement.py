@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tilewise import backends, costs, groups, ring, rounds
+from tilewise import backends, costs, groups, ring
 from tilewise.backends.plan import Plan
 from tilewise.errors import OptionError, RingError, TilewiseError
 from tilewise.options import SweepOptions, make_plan
@@ -18,8 +18,6 @@ from tilewise.pairs import Pairs, check_values, make_pairs
 # Whether Dynamo can follow a loss. That of torch 2.8 gets lost in named tuples; 2.11 is the oldest
 # that was seen to follow.
 TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
-# How many times the workspace gathered columns and their gradients may take.
-GATHER_ROOM = 4
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -81,8 +79,11 @@ def with_group(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     """The plan for all ranks, once they agree on what is to be done."""
     group = how.get("group")
     if group is None:
-        for name, silent in (("sizes", None), ("schedule", "auto")):
-            if how.get(name, silent) != silent:
+        for name, given in (
+            ("sizes", how.get("sizes") is not None),
+            ("schedule", how.get("schedule", "auto") != "auto"),
+        ):
+            if given:
                 raise OptionError(f"{name}= is about the ranks of a group, which was not given")
         return plan
     if plan.check_values or pairs.device.type == "cpu":
@@ -115,7 +116,7 @@ def _agreed(how: SweepOptions, pairs: Pairs, plan: Plan) -> groups.Agreed:
         facts = {**_facts(pairs, plan), "schedule": how.get("schedule", "auto")}
         return groups.agree(group, facts, own)
     groups.check_sizes(group, sizes, own)
-    return groups.Agreed(list(sizes), groups.nodes_of(group))
+    return groups.Agreed([int(size) for size in sizes], groups.nodes_of(group))
 
 
 def _schedule(how: SweepOptions, pairs: Pairs, plan: Plan, agreed: groups.Agreed) -> costs.Schedule:
@@ -138,13 +139,13 @@ def _choose(pairs: Pairs, plan: Plan, sizes: Sequence[int], nodes: Sequence[int]
         features=pairs.shape[2],
         feature_bytes=pairs.rows.element_size(),
         slices=len(range(0, max(sizes), ring.slice_height(pairs.columns, sizes))),
-        stats=rounds.num_stats(plan) if travel else 0,
-        carried=plan.columns and not pairs.symmetric,
+        stats=plan.num_stats if travel else 0,
+        carried=plan.columns,
         grads=wanted,
     )
     cluster = costs.CLUSTERS.get(pairs.device.type, costs.CLUSTERS["cpu"])
     # Known beforehand, so that the choice, and with it the bits of a result, stay as they are.
-    return costs.choose(load, nodes, cluster, GATHER_ROOM * plan.workspace_bytes)
+    return costs.choose(load, nodes, cluster, plan.workspace_bytes)
 
 
 @together

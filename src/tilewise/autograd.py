@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import hosted, rounds
 from tilewise.backends import fused
 from tilewise.backends.blocks import narrow, pull_rows, row_spans
-from tilewise.backends.plan import LENT, Grads, Needs, Plan, Swept
+from tilewise.backends.plan import IN_WORKSPACE, Grads, Needs, Plan, Swept
 from tilewise.errors import GradError
 from tilewise.pairs import Pairs, check_values
 
@@ -80,13 +80,12 @@ def reduce(*args: Any) -> Swept:
 def _(*args: Any) -> Swept:
     pairs, plan, _ = _parse(args)
     n, m, _ = pairs.shape
-    k = rounds.num_stats(plan)
+    k = plan.num_stats
     rows = pairs.scale.new_empty(k, n, dtype=pairs.dtype)
-    wanted = plan.columns and not pairs.symmetric
     memo, kept = rows.new_empty(0), rows.new_empty(0)
     if rounds.backend_of(pairs, plan) is fused:
         memo, kept = fused.empty_memo(pairs, plan), fused.empty_kept(pairs, plan)
-    return Swept(rows, rows.new_empty(k, m) if wanted else rows.new_empty(0), memo, kept)
+    return Swept(rows, rows.new_empty((k, m) if plan.columns else 0), memo, kept)
 
 
 @torch.library.custom_op(
@@ -223,7 +222,7 @@ def _reduce_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None,
         for x, d in zip(known[:2], upstream[:2], strict=True)
     ]
     rest = (*d_stats, *ctx.needs_input_grad[:4])
-    if call.plan.keep_bytes == LENT and not _may_spend(ctx):
+    if call.plan.keep_bytes == IN_WORKSPACE and not _may_spend(ctx):
         # The workspace has no room for a copy, nor for a backward beside them: computed again.
         ctx.kept = [ctx.kept[0].new_empty(0)]
     # create_graph=True is left to the op that refuses to go on.
@@ -271,7 +270,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     pairs, plan, _ = _parse(args)
     n = pairs.shape[0]
     mean = pairs.rows.new_empty(pairs.rows.shape, dtype=pairs.dtype)
-    return mean.new_empty(rounds.num_stats(plan), n), mean, mean.new_empty(n)
+    return mean.new_empty(plan.num_stats, n), mean, mean.new_empty(n)
 
 
 @torch.library.custom_op(

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SCHEDULES = ("ring", "two-level", "gather")
+# How many times the workspace gathered columns and their gradients may take.
+GATHER_ROOM = 4
 
 
 class Link(NamedTuple):
@@ -84,7 +86,6 @@ class Estimate(NamedTuple):
     seconds: float
     waiting_s: float  # of these: for what travels
     extra_bytes: int  # above the workspace
-    sent_bytes: int  # by each rank
 
     def __str__(self) -> str:
         return (
@@ -126,8 +127,7 @@ def estimate(schedule: str, load: Load, nodes: Sequence[int], cluster: Cluster) 
         time, waiting = time + busy + waits, waiting + waits
     wide = load.wide_bytes if load.grads else 0
     held = load.columns * load.features * (load.feature_bytes + wide)
-    sent = load.columns * sum(sent_per_column(one, world) for one in passes(load))
-    return Estimate(schedule, time, waiting, held * (world if gathers else 1), sent)
+    return Estimate(schedule, time, waiting, held * (world if gathers else 1))
 
 
 def _passed_on(
@@ -143,11 +143,6 @@ def _passed_on(
     if one.found_bytes and crossings:  # home, while nothing else is done
         waits += cluster.link(any(crossings)).seconds(load.columns * one.found_bytes)
     return (len(crossings) + 1) * visit, waits
-
-
-def sent_per_column(one: Pass, world: int) -> int:
-    """Bytes that a pass sends of each column: the last hop brings home only what was found."""
-    return (world - 1) * one.column_bytes + (world * one.found_bytes if world > 1 else 0)
 
 
 def _crossings(schedule: str, nodes: Sequence[int]) -> list[bool]:
@@ -181,8 +176,8 @@ def _collective_s(block_bytes: float, nodes: Sequence[int], cluster: Cluster) ->
     return max(inside, cluster.between.seconds((world - width) / width * block_bytes, messages))
 
 
-def choose(load: Load, nodes: Sequence[int], cluster: Cluster, room_bytes: int) -> Schedule:
-    """The fastest schedule by estimate; gathering only where its columns fit into `room_bytes`."""
+def choose(load: Load, nodes: Sequence[int], cluster: Cluster, workspace_bytes: int) -> Schedule:
+    """The fastest schedule by estimate; gathering only where the columns fit into its room."""
     if len(nodes) == 1:
         return Schedule("ring", "a ring of one has nothing to send")
     if not load.columns:
@@ -191,12 +186,13 @@ def choose(load: Load, nodes: Sequence[int], cluster: Cluster, room_bytes: int) 
     # Of two that cost the same the first is taken.
     names = ["two-level", "ring"] if levels else ["ring"]
     told, found = "", estimate("gather", load, nodes, cluster)
+    room_bytes = GATHER_ROOM * workspace_bytes
     if found.extra_bytes <= room_bytes:
         names.append("gather")
     else:
         told = (
             f"; gathering would take {found.extra_bytes / 2**20:,.0f} MiB, more than "
-            f"{room_bytes / 2**20:,.0f}, four times the workspace"
+            f"{room_bytes / 2**20:,.0f}, {GATHER_ROOM} times the workspace"
         )
     estimates = [estimate(name, load, nodes, cluster) for name in names]
     best = min(estimates, key=lambda one: one.seconds)

@@ -15,7 +15,7 @@ from tilewise.errors import OptionError
 from tilewise.featurebuffers import Features, Probe
 from tilewise.gradsync import (
     Averager,
-    forward_of,
+    all_quiet,
     modules_of,
     noticing,
     share_buffers,
@@ -49,14 +49,15 @@ class Towers:
         self.encoders, self.names, self.batch_norm = encoders, names, batch_norm
         found = (module for encoder in encoders for module in modules_of(encoder))
         self.modules = list({id(module): module for module in found}.values())
-        # Of which not all that they train need be known.
+        # Slots whose encoder is no nn.Module: it may train parameters that nobody can list.
         self.functions = {k for k, e in enumerate(encoders) if not isinstance(e, nn.Module)}
-        # Slots whose module trained all outputs when last seen; other parameters to train end it.
+        # Slots all of whose outputs had a gradient when they were last run with a graph; cleared
+        # when a parameter is frozen or unfrozen.
         self.trains_all: set[int] = set()
-        # Buffers that a forward changes, once it was seen to.
+        # By slot: buffers that its forward changes, once it was seen to.
         self.changing: dict[int, list[Place]] = {}
-        # Buffers that one changes unseen: autograd would not refuse a graph that was kept, and is
-        # wrong.
+        # By slot: a buffer that its forward changes without autograd's notice. A kept graph would
+        # use the changed one in silence.
         self.unkept: dict[int, str] = {}
         self.modes: list[tuple[int, bool]] = []
         self.to_train: list[bool] = []
@@ -185,7 +186,7 @@ class Towers:
         """Those of an encoder average in `final` only; in a first forward one sees who they are."""
         known = self.known[slot]
         if known is not None:
-            with forward_of(known, final.__contains__):
+            with all_quiet(owner for owner in known if owner not in final):
                 yield
             return
         found = list[Averager]()
@@ -344,9 +345,10 @@ class Embedding:
 
 def listed(encoders: Any) -> tuple[list[Any], list[str] | None]:
     """One encoder, several, or a mapping of them, as a list, with names if they have any."""
-    if isinstance(encoders, (Mapping, nn.ModuleDict)):
-        return list(encoders.values()), list(encoders)
+    named = isinstance(encoders, (Mapping, nn.ModuleDict))
     several = isinstance(encoders, (list, tuple, nn.ModuleList))
-    if several and not len(encoders):
+    if (named or several) and not len(encoders):
         raise OptionError("encoders must hold at least one, got none")
+    if named:
+        return list(encoders.values()), list(encoders)
     return list(encoders) if several else [encoders], None

@@ -241,7 +241,7 @@ class _Run:
             for each, own in zip(self.features, leaves, strict=True):
                 each.grads, each.tree = [by_leaf.get(id(x)) for x in own], None
         found = zip(parameters, grads[len(wanted) :], strict=True)
-        return loss.detach(), [(p, d) for p, d in found if d is not None]
+        return loss.detach().reshape(()), [(p, d) for p, d in found if d is not None]
 
     def _settle(self) -> None:
         """Raise if the loss is of no use, before the first gradient is touched."""

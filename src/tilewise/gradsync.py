@@ -3,8 +3,8 @@
 import dis
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -95,14 +95,9 @@ class Averager:
         """Whether it averages once all its parameters have got a gradient."""
         return self.by_forward and not self.looks_for_unused
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """For forwards whose backward does not average."""
-        if not self.by_forward:
-            yield
-            return
-        with self.module.no_sync():
-            yield
+    def quiet(self) -> Any:
+        """A context for forwards whose backward does not average."""
+        return self.module.no_sync() if self.by_forward else nullcontext()
 
     def set_average(self, wanted: bool) -> None:
         """For the backwards to come."""
@@ -219,10 +214,9 @@ def share_buffers(modules: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def forward_of(owners: Sequence[Averager], final: Callable[[Averager], bool]) -> Iterator[None]:
-    """Run a forward with a graph; those whose `final` it is average in its backward."""
+def all_quiet(owners: Iterable[Averager]) -> Iterator[None]:
+    """For forwards whose backward averages none of these."""
     with ExitStack() as stack:
         for owner in owners:
-            if not final(owner):
-                stack.enter_context(owner.quiet())
+            stack.enter_context(owner.quiet())
         yield

@@ -87,13 +87,8 @@ def add_up(number: Tensor, group: Group | None) -> Tensor:
     """A number summed over the ranks of a group; without gradient."""
     if group is None:
         return number
-    number, whole = number.detach().clone(), _process_group(group)
-    names = (
-        f"rank {dist.get_rank()} waited for the sum of all ranks' counts, and one did not answer; "
-        "look at what it printed, and start all ranks again"
-    )
-    watched(whole, names, lambda: dist.all_reduce(number, group=whole))
-    return number
+    what = "the sum of all ranks' counts", "look at what it printed, and start all ranks again"
+    return _reduced(number.detach().clone(), _process_group(group), dist.ReduceOp.SUM, *what)
 
 
 def average(number: Tensor, group: Group) -> Tensor:
@@ -106,25 +101,25 @@ def least(number: float, group: Group) -> float:
     whole = _process_group(group)
     device = "cuda" if dist.get_backend(whole) == "nccl" else "cpu"
     found = torch.tensor(number, dtype=torch.float64, device=device)
-    names = (
-        f"rank {dist.get_rank()} waited for all ranks to say what fits, and one did not answer; "
-        "every rank must run the same steps"
-    )
-    watched(whole, names, lambda: dist.all_reduce(found, op=dist.ReduceOp.MIN, group=whole))
-    return float(found)
+    what = "all ranks to say what fits", "every rank must run the same steps"
+    return float(_reduced(found, whole, dist.ReduceOp.MIN, *what))
 
 
 def is_same(number: Tensor, name: str) -> bool:
     """Whether all ranks of a group have the same number; the host waits for it."""
-    both, whole = torch.stack([number, -number]).detach(), find(name)
+    both = torch.stack([number, -number]).detach()
     # A maximum may pass NaN over; two infinities are never the same number.
     both = torch.where(number.isnan(), torch.inf, both)
-    names = (
-        f"rank {dist.get_rank()} waited for all ranks' upstream gradients, and one did not answer; "
-        "every rank must call backward"
-    )
-    watched(whole, names, lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=whole))
+    what = "all ranks' upstream gradients", "every rank must call backward"
+    both = _reduced(both, find(name), dist.ReduceOp.MAX, *what)
     return bool(both[0] == -both[1])
+
+
+def _reduced(x: Tensor, whole: dist.ProcessGroup, op: Any, awaited: str, remedy: str) -> Tensor:
+    """x over all ranks, in its place."""
+    told = f"rank {dist.get_rank()} waited for {awaited}, and one did not answer; {remedy}"
+    watched(whole, told, lambda: dist.all_reduce(x, op=op, group=whole))
+    return x
 
 
 def watched(whole: dist.ProcessGroup, names: str, call: Callable[[], Any]) -> Any:

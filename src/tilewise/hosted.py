@@ -145,19 +145,18 @@ def reduce(pairs: Pairs, plan: Plan) -> Swept:
     if not is_hosted(pairs):
         return rounds.reduce(pairs, plan)
     blocks, merge = Blocks(pairs, plan), rounds.backend_of(pairs, plan).merge
-    wanted, memos = plan.columns and not pairs.symmetric, []
+    memos: list[Tensor] = []
     rows: dict[int, Tensor] = {}
     cols: dict[int, Tensor] = {}
     for visit in blocks.visits():
-        columns = wanted or (plan.columns and not blocks.mirrors(visit))
-        swept = rounds.reduce(visit.pairs, visit.plan._replace(columns=columns))
+        swept = rounds.reduce(visit.pairs, visit.plan)
         for side, start, found in ((rows, visit.row.start, swept.rows),
                                    (cols, visit.col.start, swept.cols)):  # fmt: skip
-            if side is rows or wanted:
+            if side is rows or plan.columns:
                 side[start] = merge(side[start], found) if start in side else found
         memos.append(swept.memo)
     like = next(iter(rows.values())).new_empty(0)
-    every_col = torch.cat([cols[start] for start in sorted(cols)], 1) if wanted else like
+    every_col = torch.cat([cols[start] for start in sorted(cols)], 1) if plan.columns else like
     every_row = torch.cat([rows[start] for start in sorted(rows)], 1)
     return Swept(every_row, every_col, rounds.by_visit(memos), like.clone())
 

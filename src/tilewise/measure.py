@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from tilewise.trees import is_dense
+
 Result = TypeVar("Result")
 
 # Large enough that a product runs at the machine's full speed, small enough to take a moment.
@@ -156,7 +158,7 @@ def _untraced(call: Callable[..., Result]) -> Callable[..., Result]:
 
 def _numbers_of(x: Tensor) -> Tensor:
     """Itself, or the values of a sparse or nested one, which has no storage of its own."""
-    if x.layout == torch.strided and not x.is_nested:
+    if is_dense(x):
         return x
     return x._values() if x.layout == torch.sparse_coo else x.values()
 
@@ -182,7 +184,7 @@ def held_bytes(device: torch.device) -> Iterator[Held]:
 
     def hand_out(noted: tuple[Tensor, int]) -> Tensor:
         x, version = noted
-        # Which autograd leaves to whoever has hooks.
+        # Autograd's own check of versions is off where there are hooks.
         if x._version != version:
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that the gradient needs was modified by an inplace "

@@ -53,18 +53,16 @@ class Split:
     reading: int | None = None
 
     def __init__(self, cuts: Sequence[Cut]) -> None:
-        self.cuts = [cut.pieces for cut in cuts]
-        self.counted = [cut.counted for cut in cuts]
-        self.sizes = [cut.times for cut in cuts]
-        self.count: int | None = sum(map(len, self.cuts))
+        self.cuts = cuts
+        self.count: int | None = sum(len(cut.pieces) for cut in cuts)
 
     def times(self, slot: int) -> float:
-        return self.sizes[slot]
+        return self.cuts[slot].times
 
     def read(self) -> Iterator[Piece]:
         for slot, cut in enumerate(self.cuts):
-            for i, make in enumerate(cut):
-                yield Piece(slot, make, i == len(cut) - 1, self.counted[slot])
+            for i, make in enumerate(cut.pieces, 1):
+                yield Piece(slot, make, i == len(cut.pieces), cut.counted)
 
 
 class Stream:

@@ -62,7 +62,7 @@ class Pairs(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """What logits and sums are computed in: float64 for float64 features, else float32."""
-        return torch.float64 if self.rows.dtype == torch.float64 else torch.float32
+        return accumulate_dtype(self.rows)
 
 
 def make_pairs(
@@ -123,7 +123,10 @@ def _positive_kind(
     if isinstance(positives, Tensor):
         check_marks("positives", positives, (n,), rows)
         return "index", positives
-    check_choice("positives", positives, ("aligned",))
+    if not isinstance(positives, str) or positives != "aligned":
+        raise OptionError(
+            f"positives must be 'aligned' or an index tensor ({n},), got {positives!r}"
+        )
     return "aligned", None
 
 
@@ -168,6 +171,8 @@ def check_features(name: str, features: Tensor, dims: int = 2, empty: bool = Fal
     """
     if not isinstance(features, Tensor):
         raise DtypeError(f"{name} must be a tensor, got {type(features).__name__}")
+    if features.layout != torch.strided or features.is_nested:
+        raise DtypeError(f"{name} must be dense, got a sparse or nested tensor; call .to_dense()")
     if features.dtype not in FLOAT_DTYPES:
         raise DtypeError(
             f"{name} must be float64, float32, bfloat16 or float16, got {features.dtype}; "
@@ -253,7 +258,10 @@ def as_scalar(name: str, value: float | Tensor, like: Tensor) -> Tensor:
             )
         return value.reshape(())
     return torch.full(
-        (), check_number(name, value), dtype=accumulate_dtype(like), device=like.device
+        (),
+        check_number(name, value, "a number or a tensor"),
+        dtype=accumulate_dtype(like),
+        device=like.device,
     )
 
 
@@ -270,11 +278,11 @@ def checked_device(device: Device) -> torch.device:
         raise DeviceError(f"device must be one that is here, got {device!r}: {error}") from error
 
 
-def check_number(name: str, value: float) -> float:
+def check_number(name: str, value: float, wanted: str = "a number") -> float:
     """A finite Python number, as a float."""
     known = (numbers.Real, torch.SymFloat, torch.SymInt)  # a compiler's stand-ins for numbers
     if isinstance(value, bool) or not isinstance(value, known):
-        raise DtypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
+        raise DtypeError(f"{name} must be {wanted}, got {type(value).__name__}")
     if not -math.inf < value < math.inf:  # what a compiler can trace, and math.isfinite is not
         raise OptionError(f"{name} must be finite, got {value}")
     return float(value)
@@ -323,7 +331,7 @@ def both(name: str, marks: Tensor | Both, n: int, m: int) -> Both:
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 

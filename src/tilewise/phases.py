@@ -73,10 +73,10 @@ class Phases:
             self.found[f"{name}_peak_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         self.spans[name] = start, _Moment(self.device)
 
-    def advance(self, count: int = 1) -> None:
-        """So many micro-batches more are done."""
+    def advance(self) -> None:
+        """One micro-batch more is done."""
         if self.bar is not None:
-            self.bar.advance(self.task, count)
+            self.bar.advance(self.task)
 
     def metrics(self, **counts: Any) -> StepMetrics:
         """All of it, once the device is done."""

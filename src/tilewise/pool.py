@@ -271,10 +271,7 @@ def _checked_born(state: dict[str, Any], size: int, dim: int) -> Tensor:
         if state["features"].shape != (count, dim):
             got = tuple(state["features"].shape)
             raise ShapeError(f"features of the state must have shape {(count, dim)}, got {got}")
-    if isinstance(clock, int) and bool((born <= clock).all()):
-        # As states told it before: of which put alone. Turns are by place then.
-        born = TURNS * born.long() + torch.arange(count, device=born.device)
-    puts = born // TURNS
+    puts = born.long() // TURNS
     if not isinstance(clock, int) or bool(((puts < 1) | (puts > clock)).any()):
         raise OptionError(
             f"born of the state must be of puts up to its clock, {clock!r}; it is damaged, or of "

@@ -55,8 +55,8 @@ class Carry:
     """What follows the columns: of m columns a tensor (m, ...)."""
 
     like: Tensor  # an empty one
-    join: Callable[[Tensor, Tensor], Tensor]  # what came along, and what was found here
-    adds: bool = False  # whether joining is adding
+    # What came along, and what was found here; the backend's merge, or Tensor.add_.
+    join: Callable[[Tensor, Tensor], Tensor]
     home: list[Tensor] = field(default_factory=list)  # about one's own, once all have passed
 
 
@@ -104,8 +104,6 @@ class Ring:
         self, ranks: tuple[int, int], to_send: Sequence[Tensor], to_fill: Sequence[Tensor]
     ) -> Message:
         """Send to one rank and receive from another, in the background."""
-        if self.world == 1:
-            return Message(tuple(to_send))
         after, before = (dist.get_global_rank(self.group, rank) for rank in ranks)
         sent = tuple(x.contiguous() for x in to_send)
         operations = [dist.P2POp(dist.isend, x, after, self.group) for x in sent]
@@ -321,7 +319,7 @@ class _Gathering:
     def _bring_home(self, carry: Carry) -> Tensor:
         """What all ranks found about this one's columns (height, ...)."""
         assert self.found is not None
-        if carry.adds:
+        if carry.join is Tensor.add_:
             return self.ring.collect(_reduce_scatter(), self.height, self.found).wait()[0]
         every = self.ring.collect(dist.all_to_all_single, len(self.found), self.found).wait()[0]
         first, *others = torch.split(every, self.height)

@@ -21,26 +21,19 @@ def backend_of(pairs: Pairs, plan: Plan) -> Backend:
     return backends.BACKENDS[choice.name]
 
 
-def num_stats(plan: Plan) -> int:
-    """How many numbers a sweep tells of each row."""
-    return 1 if plan.reduction == "softplus" else 7 if plan.sums else 5
-
-
 def reduce(pairs: Pairs, plan: Plan) -> Swept:
     """The stats of this rank's rows and columns over all columns and rows there are."""
-    ring, columns = _ring(pairs, plan), plan.columns and not pairs.symmetric
-    like = pairs.rows.new_empty(0, num_stats(plan), dtype=pairs.dtype)
+    ring = _ring(pairs, plan)
+    like = pairs.rows.new_empty(0, plan.num_stats, dtype=pairs.dtype)
     merge = backend_of(pairs, plan).merge
-    carry = Carry(like, lambda a, b: merge(a.t(), b.t()).t()) if columns else None
+    carry = Carry(like, lambda a, b: merge(a.t(), b.t()).t()) if plan.columns else None
     rows, memos, kept = None, [], like.new_empty(0)
     for visit in ring.visits(_cargo(pairs), carry):
-        swept = _reduce(
-            _at(pairs, visit), plan._replace(columns=plan.columns if visit.own else columns)
-        )
+        swept = _reduce(_at(pairs, visit), plan)
         rows = swept.rows if rows is None else merge(rows, swept.rows)
         memos.append(swept.memo)
         kept = swept.kept if visit.own else kept
-        visit.found = swept.cols.t() if columns else None
+        visit.found = swept.cols.t() if plan.columns else None
     assert rows is not None
     cols = rows.new_empty(0) if carry is None else _home(carry, like.dtype).t().contiguous()
     return Swept(rows, cols, memos[0] if len(memos) == 1 else by_visit(memos), kept)
@@ -50,10 +43,9 @@ def _reduce(pairs: Pairs, plan: Plan) -> Swept:
     n, m, _ = pairs.shape
     if n and m:
         return backend_of(pairs, plan).reduce(pairs, plan)
-    like, k = pairs.rows.new_empty(0, dtype=pairs.dtype), num_stats(plan)
-    wanted = plan.columns and not pairs.symmetric
+    like, k = pairs.rows.new_empty(0, dtype=pairs.dtype), plan.num_stats
     # Four tensors: an op's results may not share memory.
-    cols = nothing(k, like, m) if wanted else like.new_empty(0)
+    cols = nothing(k, like, m) if plan.columns else like.new_empty(0)
     return Swept(nothing(k, like, n), cols, like.new_empty(0), like)
 
 
@@ -76,7 +68,7 @@ def differentiate(
     sides = (swept.rows, upstream[0]) if pairs.symmetric else (swept.cols, upstream[1])
     cargo = _cargo(pairs, *(x.t() for x in sides if ring.world > 1 and x.dim() == 2))
     like = pairs.rows.new_empty(0, pairs.shape[2], dtype=pairs.dtype)
-    carry = Carry(like, lambda a, b: a.add_(b), adds=True) if needs.cols else None
+    carry = Carry(like, Tensor.add_) if needs.cols else None
     total = _Total(pairs, needs, into)
     for i, visit in enumerate(ring.visits(cargo, carry)):
         known = swept._replace(memo=swept.memo[i] if swept.memo.dim() == 2 else swept.memo)
@@ -119,7 +111,7 @@ def weigh(
     ring, (n, m, d), dtype = _ring(pairs, plan), pairs.shape, _grad_dtype(pairs, plan)
     plan = plan._replace(wide=plan.wide or ring.world > 1)
     like = pairs.rows.new_empty(0, d, dtype=pairs.dtype)
-    carry = Carry(like, lambda a, b: a.add_(b), adds=True) if needs.cols else None
+    carry = Carry(like, Tensor.add_) if needs.cols else None
     total, value, found = _Total(pairs, needs, into), like.new_zeros(()), None
     for visit in ring.visits(_cargo(pairs), carry):
         part, found = _weigh(_at(pairs, visit), plan, weight, needs, total.rows)
@@ -221,7 +213,7 @@ def _attend(pairs: Pairs, plan: Plan, backend: Backend) -> Attended:
     if n and m:
         return backend.attend(pairs, plan)
     like = pairs.rows.new_zeros(n, d, dtype=pairs.dtype)
-    return Attended(nothing(num_stats(plan), like, n), like, like.new_zeros(n))
+    return Attended(nothing(plan.num_stats, like, n), like, like.new_zeros(n))
 
 
 def _grad_dtype(pairs: Pairs, plan: Plan) -> torch.dtype:

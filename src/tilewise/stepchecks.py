@@ -45,7 +45,7 @@ def check_keep(keep: float | str) -> None:
 
 
 def refuse_unknown_averagers(modules: Sequence[nn.Module]) -> None:
-    """Which would average gradients in every backward: FullyShardedDataParallel, and others."""
+    """Raise on modules that average gradients in every backward and cannot be told not to."""
     for module in modules:
         if hasattr(module, "no_sync") and not averages(module):
             raise OptionError(
@@ -126,7 +126,7 @@ def refuse_changed(name: str, inputs: Tree, before: Sequence[int]) -> None:
 
 
 def refuse_cache() -> None:
-    """Of parametrised weights, in which those would be that were made without a graph."""
+    """Raise inside `parametrize.cached()`: weights made without a graph would be used with one."""
     if parametrize._cache_enabled:
         raise OptionError(
             "a cached step runs forwards without and with gradients, which must not share weights, "
@@ -135,7 +135,7 @@ def refuse_cache() -> None:
 
 
 def refuse_inside() -> None:
-    """Of a DDP module's forward, which averages nothing that goes back before it is left."""
+    """Raise inside a DDP module's forward: what goes back before it returns is not averaged."""
     outer = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     if outer is not None:
         raise OptionError(
@@ -146,7 +146,7 @@ def refuse_inside() -> None:
 
 
 def refuse_clash(options: Iterable[str], names: Iterable[str], source: str) -> None:
-    """Of the loss's keywords with names of encoders or of outputs, which are keywords too."""
+    """Raise if an option of the loss has the name of an encoder or output: a keyword as well."""
     for name in set(options).intersection(names):
         raise OptionError(
             f"the loss gets {name!r} from {source} of that name, got an option of the same "
@@ -172,7 +172,7 @@ def refuse_scattered(name: str, out: Tree, samples: int | None, counted: bool) -
 
 
 def check_in_loss(owners: Sequence[Averager]) -> None:
-    """Of modules that the loss ran."""
+    """Raise if the loss ran a module of fully_shard."""
     if any(not owner.by_forward for owner in owners):
         raise OptionError(
             "the loss must not run a module that fully_shard has sharded, whose gradients would be "

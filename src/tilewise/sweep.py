@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from tilewise import autograd, backends, measure
 from tilewise.agreement import together, with_group
 from tilewise.backends import fused
-from tilewise.backends.plan import LENT, Plan, Swept
+from tilewise.backends.plan import IN_WORKSPACE, Plan, Swept
 from tilewise.entropy import entropy
 from tilewise.errors import OptionError
 from tilewise.options import SweepOptions, bytes_of, make_plan
@@ -93,7 +93,8 @@ def reduce_pairs(
             "columns=True needs positives that a column can find, got an index per row; pass "
             "labels, or columns=False"
         )
-    plan = with_group(_with_keep(make_plan(how, reduction, columns, sums), how, pairs), how, pairs)
+    own = columns and not pairs.symmetric
+    plan = with_group(_with_keep(make_plan(how, reduction, own, sums), how, pairs), how, pairs)
     if reduction == "softplus":
         return _reduced(pairs, _reduce(pairs, plan), None)
     pairs, shift = pairs._replace(bias=None), pairs.bias
@@ -123,8 +124,8 @@ def contrast_pairs(
         rows, cols, (scale, None), positives=positives, ids=ids, labels=None, skip_self=skip_self,
         empty=how.get("group") is not None, device=how.get("device"),
     )  # fmt: skip
-    plan = _with_keep(make_plan(how, "logsumexp", columns, False), how, pairs)
-    plan = with_group(plan, how, pairs)
+    own = columns and not pairs.symmetric
+    plan = with_group(_with_keep(make_plan(how, "logsumexp", own, False), how, pairs), how, pairs)
     value: Tensor = entropy(*_log_sums(pairs, plan), weight, mean, plan.backend, plan.group)[0]
     return value
 
@@ -165,11 +166,11 @@ def weigh_pairs(
 
 def _with_keep(plan: Plan, how: SweepOptions, pairs: Pairs) -> Plan:
     """The plan, with a budget for exponentials where a backward will come."""
-    budget = _keep_bytes(how.get("keep_mib"), pairs, plan)
-    wanted = (x.requires_grad for x in (pairs.rows, pairs.columns))
-    if not (torch.is_grad_enabled() and any(wanted)):
+    wanted = pairs.rows.requires_grad or pairs.columns.requires_grad
+    if not (wanted and torch.is_grad_enabled()):
         return plan
-    return plan._replace(keep_bytes=budget, scaled=pairs.scale.requires_grad)
+    budget = _keep_bytes(how.get("keep_mib"), pairs, plan)
+    return plan._replace(keep_bytes=budget, wants_scale=pairs.scale.requires_grad)
 
 
 def _log_sums(pairs: Pairs, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ def _reduce(pairs: Pairs, plan: Plan) -> Swept:
 def _keep_bytes(keep_mib: float | str | None, pairs: Pairs, plan: Plan) -> int:
     if keep_mib is None:
         # A compiled backward works on a copy of what was kept.
-        return 0 if torch.compiler.is_compiling() else LENT
+        return 0 if torch.compiler.is_compiling() else IN_WORKSPACE
     if keep_mib != "auto":
         return bytes_of(float(keep_mib))
     if pairs.device.type != "cuda":
@@ -211,10 +212,8 @@ def _frozen(pairs: Pairs) -> bool:
 
 
 def _reduced(pairs: Pairs, packed: tuple[Tensor, ...], bias: Tensor | None) -> Reduced:
-    rows, cols = (Stats.unpack(side) if side.dim() == 2 else None for side in packed[:2])
-    assert rows is not None
-    if cols is None:
-        cols = rows if pairs.symmetric else Stats.unpack(packed[1][None])
+    rows = Stats.unpack(packed[0])
+    cols = rows if pairs.symmetric else Stats.unpack(torch.atleast_2d(packed[1]))  # (0,) is (1, 0)
     if bias is None:
         return Reduced(rows, cols)
     return Reduced(rows.with_bias(bias), cols.with_bias(bias))
@@ -248,6 +247,7 @@ def explain_keep(
             fit into the workspace (up to about 9,000 pairs), else none.
         workspace_mib: as the loss is given it.
     """
+    check_features("cols", cols)
     pairs = make_pairs(
         rows, cols, (1.0, None), positives=None, ids=None, labels=None, skip_self=False
     )
@@ -268,4 +268,5 @@ def explain_backend(features: Tensor, backend: str = "auto") -> backends.Choice:
     fused: passed over, it needs a CUDA or ROCm device, got cpu
     chunked: chosen
     """
+    check_features("features", features)
     return backends.choose(backend, features.device, features.dtype)

@@ -19,7 +19,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def reduce(pairs: Pairs, plan: Plan) -> Swept:
     """The stats of rows and columns."""
-    wanted = (1, 0) if plan.columns and not pairs.symmetric else (1,)
+    wanted = (1, 0) if plan.columns else (1,)
     packed = [_stats(pairs, plan, dim) for dim in wanted]
     empty = packed[0].new_empty
     return Swept(packed[0], packed[1] if len(packed) == 2 else empty(0), empty(0), empty(0))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.backends.plan import LENT, Attended, Grads, Needs, Plan, Scaled, Swept
+from tilewise.backends.plan import IN_WORKSPACE, Attended, Grads, Needs, Plan, Scaled, Swept
 from tilewise.pairs import Pairs
 from tilewise.positives import poison
 from tilewise.tiles import padded
@@ -99,11 +99,11 @@ def _where_they_are(body: Callable[..., Result]) -> Callable[..., Result]:
 @_where_they_are
 def reduce(pairs: Pairs, plan: Plan) -> Swept:
     """The stats of rows and columns."""
-    from tilewise.backends.fused_forward import log_sums
+    from tilewise.backends.fused_forward import Forward
     from tilewise.backends.fused_softplus import Softplus
 
     if plan.reduction != "softplus":
-        return log_sums(pairs, plan)
+        return Forward(pairs, plan).run()
     rows, cols = Softplus(pairs, plan, Needs(False, False, False, False)).softplus_sums()
     row_poison, col_poison = poison(pairs)
     packed = (rows + row_poison)[None], (cols + col_poison)[None] if plan.columns else cols
@@ -133,11 +133,11 @@ def attend(pairs: Pairs, plan: Plan) -> Attended:
     """Row stats; the mean column (N, D) under each row's softmax; its product with the row."""
     from tilewise.backends.fused_attend import Attending
     from tilewise.backends.fused_backward import Means
-    from tilewise.backends.fused_forward import log_sums
+    from tilewise.backends.fused_forward import Forward
 
     if _multiplies_exponentials(pairs, plan):
         return Attending(pairs, plan).attend()
-    swept = log_sums(pairs, plan._replace(keep_bytes=0))
+    swept = Forward(pairs, plan._replace(keep_bytes=0)).run()
     upstream = torch.zeros_like(swept.rows)
     upstream[0].fill_(1.0)
     means = Means(pairs, plan)
@@ -213,7 +213,7 @@ def kept_rows(pairs: Pairs, plan: Plan) -> int:
     if pairs.rows.dtype not in KEEPS or torch.version.hip:
         return 0
     row_bytes = 2 * padded(m, 8)
-    if plan.keep_bytes == LENT:
+    if plan.keep_bytes == IN_WORKSPACE:
         # Beside them the backward has its rows' gradients, and features that must be converted.
         beside = (4 * n + 2 * (n + m)) * d
         return n if n * row_bytes + beside <= panel_bytes(plan) else 0
@@ -247,7 +247,7 @@ def empty_memo(pairs: Pairs, plan: Plan) -> Tensor:
     """Memory for the fixed offset, whether it failed, and what kept rows and columns pull."""
     if plan.reduction != "logsumexp":
         return pairs.rows.new_empty(0, dtype=torch.float32)
-    rows = kept_rows(pairs, plan) if plan.scaled else 0
+    rows = kept_rows(pairs, plan) if plan.wants_scale else 0
     return pairs.rows.new_empty(2 + rows + (pairs.shape[1] if rows else 0), dtype=torch.float32)
 
 

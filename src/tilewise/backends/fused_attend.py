@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import fused, kernels
-from tilewise.backends.fused_forward import Forward, Panel
+from tilewise.backends.fused_forward import Forward, SumPanel
 from tilewise.backends.plan import Attended, Plan
 from tilewise.backends.products import add_product, cut
 from tilewise.backends.ready import Ready
@@ -48,13 +48,13 @@ class Attending(Forward):
         most = 7 * self.plan.workspace_bytes // (16 * rows) // size.cols * size.cols
         return rows, min(width, max(size.cols, most))
 
-    def _panels(self) -> Iterator[Panel]:
+    def _panels(self) -> Iterator[SumPanel]:
         return self._panels_of(0, self.pairs.shape[0], keep=True)
 
     def _place(self, tile: Tile) -> Tensor:
         return cut(self.work, tile)
 
-    def _use(self, panel: Panel) -> None:
+    def _use(self, panel: SumPanel) -> None:
         tile, exponentials = panel.tile, panel.kept
         assert exponentials is not None
         cols = self.pairs.columns
@@ -71,5 +71,5 @@ class Attending(Forward):
             kernels.marked_means[(cdiv(height, size.rows), cdiv(d, size.features))](
                 *features, self.head, self.flag, stats, self.mean, product, *self.ready.marks[:3],
                 panel.row_start, panel.col_start, panel.col_stop - panel.col_start, n, m,
-                **self.ready.kind(), **self.ready.product(size),
+                **self.ready.masks(), **self.ready.product(size),
             )  # fmt: skip

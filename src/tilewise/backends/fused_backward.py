@@ -14,7 +14,7 @@ from tilewise.backends.fused import SPARE_BYTES
 from tilewise.backends.fused_forward import BLOCK, pulls
 from tilewise.backends.plan import Grads, Needs, Plan, Swept
 from tilewise.backends.products import (
-    Panel,
+    DzPanel,
     add_product,
     add_products,
     cut,
@@ -74,7 +74,7 @@ class Backward:
 
     # Panels and products
 
-    def sweep(self, dz_of: Callable[[Panel], None]) -> Grads:
+    def sweep(self, dz_of: Callable[[DzPanel], None]) -> Grads:
         """Fill panel after panel with dz, and multiply."""
         height, width = self._panel_shape()
         n, m, d = self.pairs.shape
@@ -90,7 +90,7 @@ class Backward:
             if self.pairs.symmetric and self.acc is not None:
                 here = self.acc[rows]
             for tile in self._tiles(span, width):
-                panel = Panel(tile, *(cut(part, tile) for part in work))
+                panel = DzPanel(tile, *(cut(part, tile) for part in work))
                 dz_of(panel)
                 self._add_to_rows(panel, here)
                 if self.rows is not None and here is not None and tile.col_stop == m:
@@ -99,14 +99,14 @@ class Backward:
                 self._add_to_cols(panel)
         return self._finish()
 
-    def _sweep_kept(self, dz_of: Callable[[Panel], None], row_acc: Tensor | None) -> None:
+    def _sweep_kept(self, dz_of: Callable[[DzPanel], None], row_acc: Tensor | None) -> None:
         """The rows whose exponentials were kept: dz takes their place, and products are large."""
         (_, m, _), kept = self.pairs.shape, self.kept
         # Wide panels are few launches, but what is summed up for the scale would grow with them.
         width = fused.CHUNK if self.needs.scale else 4 * fused.CHUNK
         for span in spans(len(kept), fused.CHUNK):
             for tile in row_of_tiles(span, m, width):
-                dz_of(Panel(tile, kept[tile.rows, tile.cols]))
+                dz_of(DzPanel(tile, kept[tile.rows, tile.cols]))
         if row_acc is not None and self.rows is not None:
             for span in spans(len(kept), len(row_acc)):
                 here = row_acc[: span[1] - span[0]]
@@ -142,7 +142,7 @@ class Backward:
         most = (room - row_bytes * height) // (size * height + col_bytes)
         return height, piece(m, cols, most, unit)
 
-    def _add_to_rows(self, panel: Panel, row_acc: Tensor | None) -> None:
+    def _add_to_rows(self, panel: DzPanel, row_acc: Tensor | None) -> None:
         """Add dz times the columns to the gradient of the panel's rows."""
         if row_acc is None:
             return
@@ -150,7 +150,7 @@ class Backward:
         features = self.ready.cols.parts(panel.tile.cols)
         add_products(self.ready, row_acc, panel.parts, features, turned=False, first=first)
 
-    def _add_to_cols(self, panel: Panel) -> None:
+    def _add_to_cols(self, panel: DzPanel) -> None:
         """Add dz, turned, times the rows to the gradient of the panel's columns."""
         tile, symmetric = panel.tile, self.pairs.symmetric
         if self.acc is None or (symmetric and tile.row_start == tile.col_start):
@@ -208,7 +208,7 @@ class Backward:
         return out
 
     def _launch(
-        self, kernel: Any, size: TileSize, panel: Panel, *args: Any, pieces: int = 2,
+        self, kernel: Any, size: TileSize, panel: DzPanel, *args: Any, pieces: int = 2,
         on_flag: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         """A persistent kernel over the tiles of a panel; `on_flag`, if the flag is up."""
@@ -224,8 +224,8 @@ class Backward:
             GROUP=size.group, **self.ready.product(size), **options,
         )  # fmt: skip
 
-    def _launch_in_turn(
-        self, kernel: Any, size: TileSize, panel: Panel, *args: Any, **options: Any
+    def _launch_gluon(
+        self, kernel: Any, size: TileSize, panel: DzPanel, *args: Any, **options: Any
     ) -> None:
         """A kernel of `hopper` over the tiles of a panel."""
         tile, dz, _ = panel
@@ -233,14 +233,14 @@ class Backward:
         steps = cdiv(dz.shape[0], 2 * size.rows) * cdiv(dz.shape[1], size.cols)
         share = cdiv(steps, max(1, self.ready.processors // size.group))
         kernel[(size.group * cdiv(steps, share),)](
-            *self.ready.in_turn(size, tile, dz), self.head, *args, tile.row_start, tile.col_start,
-            *dz.shape, n, m, share, **self.ready.ring(size), **options,
+            *self.ready.gluon_loads(size, tile, dz), self.head, *args, tile.row_start,
+            tile.col_start, *dz.shape, n, m, share, **self.ready.gluon_options(size), **options,
         )  # fmt: skip
 
     @property
-    def _turns(self) -> Tiles | None:
+    def _gluon(self) -> Tiles | None:
         """Of `hopper`, which stores dz in one part."""
-        return None if self.split else self.ready.turns
+        return None if self.split else self.ready.gluon
 
     # Log-sum-exp
 
@@ -281,54 +281,53 @@ class Backward:
         taken = (row_vectors, col_vectors, at_positive)
         return self.sweep(lambda panel: self._log_sums_dz(panel, taken, both))
 
-    def _marked(self) -> bool:
+    @property
+    def _masks(self) -> bool:
         """Whether pairs are told apart by more than their place, so that every tile has masks."""
         by_index = self.pairs.kind == "index" and self.needs.scale
         ids = self.pairs.row_ids is not None
         return ids or by_index or not fused.has_offset(self.pairs, self.plan)
 
-    def _log_sums_dz(self, panel: Panel, taken: tuple[Tensor, ...], both: bool) -> None:
+    def _log_sums_dz(self, panel: DzPanel, taken: tuple[Tensor, ...], both: bool) -> None:
         row_vectors, col_vectors, at_positive = taken
-        kind, tiles, turns = self.ready.kind(), self.ready.tiles, self._turns
-        scaled, marked = self.needs.scale, self._marked()
+        kind, tiles, scaled = self.ready.kind(), self.ready.tiles, self.needs.scale
         flags = {"COLUMNS": both, "SCALED": scaled}
         tile, kept = panel.tile, panel.tile.row_stop <= len(self.kept)
-        alone = None if kept or marked else turns
-        parts = self._scale_parts(panel, alone and alone.dz)
+        gluon = None if kept or self._masks else self._gluon
+        parts = self._scale_parts(panel, gluon and gluon.dz)
         if kept:
             self._kept_dz(panel, row_vectors[0], col_vectors[0], both)
-        elif alone is not None:
+        elif gluon is not None:
             from tilewise.backends import hopper_dz
 
             aligned = self.pairs.skip_self or self.pairs.kind == "aligned"
-            self._launch_in_turn(
-                hopper_dz.dz_of_sums, alone.dz, panel, self.flag, row_vectors, col_vectors, parts,
+            self._launch_gluon(
+                hopper_dz.dz_of_sums, gluon.dz, panel, self.flag, row_vectors, col_vectors, parts,
                 DIAGONAL=aligned, **flags,
             )  # fmt: skip
-        elif not marked:
+        elif not self._masks:
             self._launch(
                 dz_kernels.dz_of_sums, tiles.dz, panel, self.flag, row_vectors[0], col_vectors[0],
-                parts, KIND=kind["KIND"], SELF=kind["SELF"], **flags,
+                parts, **flags, **kind,
             )  # fmt: skip
         # The kernel of `hopper` needs no second one for where the flag is up.
-        if alone is None:
-            on_flag = kept or not marked
+        if gluon is None:
+            on_flag = kept or not self._masks
             self._launch(
                 dz_kernels.dz_of_marked, tiles.marked, panel, self.flag, row_vectors, col_vectors,
                 parts, *self.ready.marks, SUMS=self.plan.sums, ON_FLAG=on_flag, on_flag=on_flag,
-                **flags, **kind,
+                **flags, **self.ready.masks(),
             )  # fmt: skip
         if scaled:
             self._add_to_scale(tile, parts)
         if self.pairs.kind == "aligned" and not tile.diagonal:
             return
-        vectors_kind = {"KIND": kind["KIND"], "SELF": kind["SELF"]}
         dz_kernels.mend[(cdiv(panel.dz.shape[0], BLOCK),)](
             *panel[1:], panel.dz.stride(0), self.ready.marks[0], at_positive, tile.row_start,
-            tile.col_start, *panel.dz.shape, BLOCK=BLOCK, **vectors_kind,
+            tile.col_start, *panel.dz.shape, BLOCK=BLOCK, **kind,
         )  # fmt: skip
 
-    def _scale_parts(self, panel: Panel, size: TileSize | None) -> Tensor:
+    def _scale_parts(self, panel: DzPanel, size: TileSize | None) -> Tensor:
         """What tiles add to the scale's gradient (column tiles, n): of one kernel, or of any."""
         height, width = panel.dz.shape
         if not self.needs.scale:
@@ -339,7 +338,7 @@ class Backward:
         tiles = self.ready.tiles
         return self.head.new_zeros(cdiv(width, min(tiles.dz.cols, tiles.marked.cols)), height)
 
-    def _kept_dz(self, panel: Panel, row_gain: Tensor, col_gain: Tensor, both: bool) -> None:
+    def _kept_dz(self, panel: DzPanel, row_gain: Tensor, col_gain: Tensor, both: bool) -> None:
         tile, dz, _ = panel
         n, m = dz.shape
         dz_kernels.dz_of_kept[(cdiv(m, 1024), cdiv(n, 16))](
@@ -350,7 +349,7 @@ class Backward:
     def _add_kept_to_scale(self, memo: Tensor, row_gain: Tensor, col_gain: Tensor | None) -> None:
         """What kept exponentials pull, as the forward summed it up, unless they are no good."""
         row_pull, col_pull = pulls(memo, len(self.kept))
-        assert len(row_pull) == len(self.kept), "plan.scaled must say that d_scale is wanted"
+        assert len(row_pull) == len(self.kept), "plan.wants_scale must say that d_scale is wanted"
         pull = (row_gain[: len(row_pull)].double() * row_pull).sum()
         if col_gain is not None:
             pull = pull + (col_gain.double() * col_pull).sum()

@@ -25,12 +25,12 @@ def pulls(memo: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     return memo[2 : 2 + rows], memo[2 + rows :]
 
 
-class Panel(NamedTuple):
+class SumPanel(NamedTuple):
     """Rows against columns, and how they are swept."""
 
     tile: Tile
     size: TileSize
-    in_turn: bool  # by `hopper.sums`
+    in_gluon: bool  # by `hopper.sums`
     masked: bool  # every tile of it
     kept: Tensor | None  # (n, m), where its exponentials go
 
@@ -38,8 +38,8 @@ class Panel(NamedTuple):
         """Rows, columns, column blocks and steps down a block."""
         tile, size = self.tile, self.size
         n, m = tile.row_stop - tile.row_start, tile.col_stop - tile.col_start
-        # In turn means two tiles at a time.
-        height = 2 * size.rows if self.in_turn else size.rows
+        # Two groups of warps take a tile each.
+        height = 2 * size.rows if self.in_gluon else size.rows
         return n, m, cdiv(m, size.cols), cdiv(n, height)
 
 
@@ -85,12 +85,10 @@ class Forward:
         self.row_pull, self.col_pull = pulls(self.memo, len(self.kept))
         self.row_pull.zero_()
         self.col_pull.zero_()
-        self.columns = plan.columns and not pairs.symmetric
         self.row_norm, self.dot = self.head.new_empty(2, n)
         self.col_norm = self.row_norm if pairs.symmetric else self.head.new_empty(m)
-        k = 7 if plan.sums else 5
-        self.row_stats = self.head.new_empty(k, n)
-        self.col_stats = self.head.new_empty((k, m) if self.columns else 0)
+        self.row_stats = self.head.new_empty(plan.num_stats, n)
+        self.col_stats = self.head.new_empty((plan.num_stats, m) if self.plan.columns else 0)
 
     def run(self) -> Swept:
         self._begin()
@@ -122,7 +120,7 @@ class Forward:
         height = balanced(n, room // (2 * row_bytes), size.rows) if row_bytes else n
         height = min(height, fused.CHUNK) if part_bytes else height
         # What pulls at the scale is summed up likewise.
-        part_bytes *= 2 if self.plan.scaled and len(self.kept) else 1
+        part_bytes *= 2 if self.plan.wants_scale and len(self.kept) else 1
         block_bytes = part_bytes * (height + SLOTS * size.cols) + col_bytes * size.cols
         return height, max(1, room // block_bytes) * size.cols if block_bytes else m
 
@@ -131,7 +129,7 @@ class Forward:
         (n, m, _), symmetric = self.pairs.shape, self.pairs.symmetric
         make = self.head.new_zeros if symmetric else self.head.new_empty
         self.totals = rows = make(n, dtype=torch.float64)
-        cols = rows if symmetric else make(m if self.columns else 0, dtype=torch.float64)
+        cols = rows if symmetric else make(m if self.plan.columns else 0, dtype=torch.float64)
         for panel in self._panels():
             tile, parts = panel.tile, self._parts(panel)
             self._sweep(panel, parts)
@@ -143,28 +141,28 @@ class Forward:
                 self._finish(of_rows._replace(turn=0))
                 self._finish(of_cols._replace(turn=0))
             else:
-                self._finish(of_rows, of_cols if self.columns else None)
+                self._finish(of_rows, of_cols if self.plan.columns else None)
             if parts.row_pull is not None and parts.col_pull is not None:
                 self.row_pull[tile.rows] += parts.row_pull.sum(0)
-                if self.columns:
+                if self.plan.columns:
                     self.col_pull[tile.cols] += parts.col_pull.sum(0)
             del parts  # before the next, so that there is one
         if symmetric:
             self._finish(Sums(self.head[:0], rows, 0, n, finishes.LAST.value))
 
-    def _use(self, panel: Panel) -> None:
+    def _use(self, panel: SumPanel) -> None:
         """For whoever wants more of a panel than its sums."""
 
-    def _panels(self) -> Iterator[Panel]:
+    def _panels(self) -> Iterator[SumPanel]:
         n, known = self.pairs.shape[0], len(self.kept)
         yield from self._panels_of(0, known, keep=True)
         yield from self._panels_of(known, n, keep=False)
 
-    def _panels_of(self, start: int, stop: int, keep: bool) -> Iterator[Panel]:
+    def _panels_of(self, start: int, stop: int, keep: bool) -> Iterator[SumPanel]:
         """Rows [start, stop) against all columns."""
-        (size, in_turn), marked, m = self._size(keep), self._masks, self.pairs.shape[1]
+        (size, in_gluon), marked, m = self._size(keep), self._masks, self.pairs.shape[1]
         # A ragged block goes last, on its own: all of its tiles are masked.
-        clean = m if in_turn else 0 if marked else m // size.cols * size.cols
+        clean = m if in_gluon else 0 if marked else m // size.cols * size.cols
         height, width = self._call_shape(self.ready, size, 4)
         calls = [(*span, marked) for span in spans(clean, balanced(m, width, size.cols))]
         calls += [(clean + a, clean + b, True) for a, b in spans(m - clean, width)]
@@ -174,14 +172,14 @@ class Forward:
                 # Half of a symmetric z tells everything.
                 if not self.pairs.symmetric or last > tile.row_start:
                     place = self._place(tile) if keep else None
-                    yield Panel(tile, size, in_turn, masked, place)
+                    yield SumPanel(tile, size, in_gluon, masked, place)
 
     def _size(self, keep: bool) -> tuple[TileSize, bool]:
         """The tile of the sums, with exponentials stored or not; whether it is one of `hopper`."""
-        turns = self.ready.turns if not (self._masks or self.pairs.symmetric) else None
-        tiles = turns or self.ready.tiles
+        gluon = self.ready.gluon if not (self._masks or self.pairs.symmetric) else None
+        tiles = gluon or self.ready.tiles
         plain = tiles.masked if self._masks else tiles.sums
-        return tiles.kept if keep else plain, turns is not None
+        return tiles.kept if keep else plain, gluon is not None
 
     def _place(self, tile: Tile) -> Tensor:
         """Where the exponentials of a panel are kept."""
@@ -192,23 +190,23 @@ class Forward:
         """Whether pairs are told apart by more than their place."""
         return self.pairs.kind == "index" or self.pairs.row_ids is not None
 
-    def _parts(self, panel: Panel) -> Parts:
+    def _parts(self, panel: SumPanel) -> Parts:
         """Memory for partial sums, as many as the kernel leaves."""
         n, m, blocks, tiles = panel.counts()
-        symmetric, lanes = self.pairs.symmetric, panel.size.group if panel.in_turn else 1
+        symmetric, lanes = self.pairs.symmetric, panel.size.group if panel.in_gluon else 1
         # Above the diagonal blocks have unequal work: many small shares even that out.
         share = cdiv(tiles, 8)
         if not symmetric:
             share = cdiv(blocks * tiles, max(1, self.ready.processors // lanes))
         # What nobody sweeps stays 0: tiles below the diagonal, parts that a block does not have.
         rows = (self.head.new_zeros if symmetric else self.head.new_empty)(blocks, n)
-        count = lanes * (2 if panel.in_turn else 1) * (cdiv(tiles, share) + 1)
-        cols = self.head.new_zeros(count, m if symmetric or self.columns else 0)
-        if panel.kept is None or not self.plan.scaled:
+        count = lanes * (2 if panel.in_gluon else 1) * (cdiv(tiles, share) + 1)
+        cols = self.head.new_zeros(count, m if symmetric or self.plan.columns else 0)
+        if panel.kept is None or not self.plan.wants_scale:
             return Parts(rows, cols, None, None, share)
         return Parts(rows, cols, torch.empty_like(rows), torch.zeros_like(cols), share)
 
-    def _sweep(self, panel: Panel, parts: Parts) -> None:
+    def _sweep(self, panel: SumPanel, parts: Parts) -> None:
         """Fill the parts of a panel, and what is kept of it."""
         n, m, blocks, tiles = panel.counts()
         tile, size = panel.tile, panel.size
@@ -217,13 +215,13 @@ class Forward:
         where = (tile.row_start, tile.col_start, n, m, tile.row_stop, tile.col_stop, parts.share)
         programs = cdiv(blocks * tiles, parts.share)
         options = {"SCALED": parts.row_pull is not None}
-        if panel.in_turn:
+        if panel.in_gluon:
             from tilewise.backends import hopper
 
-            loads = self.ready.in_turn(size, tile, panel.kept)
+            loads = self.ready.gluon_loads(size, tile, panel.kept)
             hopper.sums[(size.group * programs,)](
                 *loads, *(() if panel.kept is not None else (None,)), *args, *where,
-                COLUMNS=self.plan.columns, **self.ready.ring(size),
+                COLUMNS=self.plan.columns, **self.ready.gluon_options(size),
                 DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", **options,
             )  # fmt: skip
             return
@@ -234,7 +232,7 @@ class Forward:
             *self.ready.loads(size, tile), kept, *args, *self.ready.marks[:3], *where,
             FOLD=min(size.rows, 16 * size.warps), UPPER=self.pairs.symmetric,
             COLUMNS=self.plan.columns or self.pairs.symmetric, MASKED=panel.masked, **options,
-            **self.ready.kind(), **self.ready.product(size),
+            **self.ready.masks(), **self.ready.product(size),
         )  # fmt: skip
 
     def _finish(self, rows: "Sums", cols: "Sums | None" = None) -> None:
@@ -242,27 +240,25 @@ class Forward:
         n, m, _ = self.pairs.shape
         most = rows.span if cols is None else max(rows.span, cols.span)
         count, cols = (1, rows) if cols is None else (2, cols)
-        kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
         finishes.finish[(cdiv(most, 32), count)](
             rows.part, rows.total, self.row_stats, self.row_norm, cols.part, cols.total,
             self.col_stats, self.col_norm, self.head, self.flag, self.dot, self.ready.marks[0],
             len(rows.part), *rows[2:4], len(cols.part), *cols[2:4], n, m,
             SYMMETRIC=self.pairs.symmetric, ROWS=rows.turn, COLS=cols.turn, PARTS=256, BLOCK=32,
-            num_warps=8, **kind,
+            num_warps=8, **self.ready.kind(),
         )  # fmt: skip
 
     def _marked(self, on_flag: bool) -> None:
         """Rows and columns with running maxima, if the flag is up."""
         n, m, _ = self.pairs.shape
         rows = cols = self._marked_sums(self.ready, on_flag)
-        if self.columns:
+        if self.plan.columns:
             cols = self._marked_sums(self.ready.mirrored(), on_flag)
-        kind = {k: v for k, v in self.ready.kind().items() if k != "IDS"}
-        most, sides = (max(n, m), 2) if self.columns else (n, 1)
+        most, sides = (max(n, m), 2) if self.plan.columns else (n, 1)
         finishes.finish_marked[(cdiv(most, BLOCK), sides)](
             rows, self.row_stats, self.row_norm, cols, self.col_stats, self.col_norm, self.head,
             self.flag, self.dot, self.ready.marks[0], n, m, SYMMETRIC=self.pairs.symmetric,
-            SUMS=self.plan.sums, ON_FLAG=on_flag, BLOCK=BLOCK, **kind,
+            SUMS=self.plan.sums, ON_FLAG=on_flag, BLOCK=BLOCK, **self.ready.kind(),
         )  # fmt: skip
 
     def _marked_sums(self, ready: Ready, on_flag: bool) -> Tensor:
@@ -275,11 +271,6 @@ class Forward:
             kernels.marked_sums[(cdiv(panel.row_stop - panel.row_start, size.rows),)](
                 *features, self.head, self.flag, found, *ready.marks, panel.row_start,
                 panel.col_start, panel.col_stop - panel.col_start, n, m, SUMS=self.plan.sums,
-                ON_FLAG=on_flag, **ready.kind(), **ready.product(size),
+                ON_FLAG=on_flag, **ready.masks(), **ready.product(size),
             )  # fmt: skip
         return found
-
-
-def log_sums(pairs: Pairs, plan: Plan) -> Swept:
-    """A log-sum-exp sweep."""
-    return Forward(pairs, plan).run()

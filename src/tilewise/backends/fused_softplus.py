@@ -6,7 +6,7 @@ from torch import Tensor
 from tilewise.backends import dz as dz_kernels
 from tilewise.backends.fused_backward import Backward
 from tilewise.backends.plan import Grads
-from tilewise.backends.products import Panel, add_parts
+from tilewise.backends.products import DzPanel, add_parts
 from tilewise.backends.tuning import TileSize
 from tilewise.reductions import power_of_two
 from tilewise.tiles import Tile, cdiv
@@ -25,7 +25,7 @@ class Softplus(Backward):
         sums = self.head.new_zeros(self.pairs.shape[0] if values else 0)
         scaled = self.needs.scale or self.needs.bias
 
-        def dz_of(panel: Panel) -> None:
+        def dz_of(panel: DzPanel) -> None:
             parts = self._softplus_parts(panel, 3 if scaled else 1)
             options = {"VALUES": values, "COLUMNS": columns, "SCALED": scaled, "GRADS": True}
             self._softplus_panel(panel, (*weights, parts, self.flag), options)
@@ -45,7 +45,7 @@ class Softplus(Backward):
         columns = self.plan.columns
         rows, cols = self.head.new_zeros(n), self.head.new_zeros(m if columns else 0)
 
-        def sums_of(panel: Panel) -> None:
+        def sums_of(panel: DzPanel) -> None:
             parts, (height, width) = self._softplus_parts(panel, 1), panel.dz.shape
             count = cdiv(height, self._softplus_size()[0].rows)
             col_part = rows.new_empty(count if columns else 0, width)
@@ -64,31 +64,31 @@ class Softplus(Backward):
         tiles = self.ready.tiles
         return tiles.masked if marked else tiles.softplus, marked
 
-    def _softplus_parts(self, panel: Panel, count: int) -> Tensor:
+    def _softplus_parts(self, panel: DzPanel, count: int) -> Tensor:
         """Row sums by column tile, of softplus or of dz too; see the kernel. (tiles, count, n)"""
         height, width = panel.dz.shape
         return self.head.new_empty(cdiv(width, self._softplus_size()[0].cols), count, height)
 
     def _softplus_panel(
-        self, panel: Panel, args: tuple[Tensor, ...], options: dict[str, bool]
+        self, panel: DzPanel, args: tuple[Tensor, ...], options: dict[str, bool]
     ) -> None:
         """A panel whose negatives are all but a few pairs, and then those; or all at once."""
         size, marked = self._softplus_size()
         for masked, edges in ((True, False),) if marked else ((False, False), (True, True)):
             if edges and not _meets_an_edge(panel.tile, size):
                 continue
-            if not masked and self._turns is not None and options["GRADS"]:
+            if not masked and self._gluon is not None and options["GRADS"]:
                 from tilewise.backends import hopper_dz
 
-                self._launch_in_turn(
-                    hopper_dz.dz_of_softplus, self._turns.softplus, panel, *args[:3],
+                self._launch_gluon(
+                    hopper_dz.dz_of_softplus, self._gluon.softplus, panel, *args[:3],
                     **{name: options[name] for name in ("COLUMNS", "VALUES", "SCALED")},
                 )  # fmt: skip
                 continue
             self._launch(
                 dz_kernels.dz_of_softplus, size, panel, *args, *self.ready.marks,
                 pieces=4, MASKED=masked, EDGES=edges, WHOLE_AT=self.ready.rows.whole_at, **options,
-                **self.ready.kind(),
+                **self.ready.masks(),
             )  # fmt: skip
 
     def _softplus_head(self, peak: Tensor) -> None:

@@ -1,10 +1,12 @@
 """Features made ready for the kernels, a panel at a time: the only place that knows their form.
 
-A panel of plain features is a slice of them. Features whose rows do not begin at multiples of 16
-bytes are copied. Others are multiplied with a power of two, `unit`, and
+A panel of plain features is a slice of them; features whose rows do not begin at multiples of 16
+bytes are copied. fp8 and fp32 features are first multiplied with a power of two, their `unit`.
 
-for fp8 it makes the longest row about 2^8 long. fp32 is split in two ways. Scores are products of
-whole numbers and what is left of the features: the unit makes the longest row about 2^12 long, so
+fp8: the unit makes the longest row about 2^8 long.
+
+fp32 is split, in one way for scores and in another for gradients. Scores are products of whole
+numbers and of what is left of the features: the unit makes the longest row about 2^12 long, so
 that a sum of products of whole numbers is below 2^24, and a tensor core, which cuts off sums to 24
 bits, has nothing to cut off. One product over features
 

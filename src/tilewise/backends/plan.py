@@ -10,27 +10,32 @@ from torch import Tensor
 from tilewise.pairs import Pairs, exact_dtype
 
 PRECISIONS = ("exact", "fp8")
-LENT = -1
+IN_WORKSPACE = -1  # of keep_bytes
 
 
 class Plan(NamedTuple):
     """How to sweep."""
 
     reduction: str  # "logsumexp" or "softplus"
-    columns: bool  # whether the columns' values are wanted too
+    columns: bool  # whether the columns' values are wanted too; not where they are the rows
     sums: bool  # whether sums and counts of the negatives are wanted
-    backend: str  # "dense", "chunked", "fused", or "auto": the first of them that can
+    backend: str  # "fused", "chunked", "dense", or "auto": the first of the first two that can
     workspace_bytes: int  # most bytes for tiles and blocks at work
     check_values: bool  # read values back to check them, on any device
     precision: str = "exact"  # or "fp8": scores from rounded features, the fused backend only
-    # Most bytes for exponentials that need not be recomputed; LENT: all, if the workspace of the
-    # backward has room for them.
+    # Most bytes for exponentials that need not be recomputed; IN_WORKSPACE: all of them, if the
+    # workspace of the backward has room.
     keep_bytes: int = 0
-    scaled: bool = False  # whether the scale's gradient will be wanted
+    wants_scale: bool = False  # whether the scale's gradient will be wanted
     wide: bool = False  # leave the features' gradients in the dtype of the sums, to be added up
     group: str = ""  # the name of the process group whose columns are all meant; "" for none
     sizes: Sequence[int] = ()  # columns of each rank of that group
     nodes: Sequence[int] = ()  # which node each is on; none where all columns are gathered
+
+    @property
+    def num_stats(self) -> int:
+        """How many numbers a sweep tells of each row; see `Stats`."""
+        return 1 if self.reduction == "softplus" else 7 if self.sums else 5
 
     def text(self) -> str:
         """As custom ops take it: torch spends time on each of their arguments, squared."""

@@ -11,7 +11,7 @@ from tilewise.backends.ready import Ready
 from tilewise.tiles import Tile, balanced, cdiv, padded
 
 
-class Panel(NamedTuple):
+class DzPanel(NamedTuple):
     """Rows against columns, and where their dz goes."""
 
     tile: Tile

@@ -14,9 +14,9 @@ from tilewise.backends.tuning import (
     Tiles,
     TileSize,
     copies_tiles,
+    gluon_tiles,
     target_of,
     tiles_for,
-    tiles_in_turn,
 )
 from tilewise.pairs import Pairs
 from tilewise.tiles import Tile, cdiv
@@ -34,17 +34,17 @@ class Ready(NamedTuple):
     units: Tensor | None  # (2,) what features were multiplied with, where they are converted
     marks: tuple[Tensor, ...]  # positives' columns, row and column ids, row and column labels
     tiles: Tiles
-    turns: Tiles | None  # of the kernels in `hopper`, where they run
+    gluon: Tiles | None  # of the kernels in `hopper`, where they run
     copies_tiles: bool  # whether the device does, given a descriptor
     processors: int
 
     def kind(self) -> dict[str, Any]:
-        """What a kernel is told at compile time about which pairs count."""
-        return {
-            "KIND": kernels.KINDS[self.pairs.kind],
-            "IDS": self.pairs.row_ids is not None,
-            "SELF": self.pairs.skip_self,
-        }
+        """What a kernel is told at compile time about where positives are."""
+        return {"KIND": kernels.KINDS[self.pairs.kind], "SELF": self.pairs.skip_self}
+
+    def masks(self) -> dict[str, Any]:
+        """What a kernel that looks at every pair is told about which ones count."""
+        return {**self.kind(), "IDS": self.pairs.row_ids is not None}
 
     def product(self, size: TileSize) -> dict[str, Any]:
         """What a kernel is told about its tile."""
@@ -71,7 +71,7 @@ class Ready(NamedTuple):
             cols, size.cols, size.features
         )
 
-    def in_turn(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
+    def gluon_loads(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
         """What a kernel of `hopper` loads from and stores to, as it takes them."""
         from triton.experimental.gluon.nvidia import hopper as gluon
 
@@ -86,7 +86,7 @@ class Ready(NamedTuple):
             for x, block in made
         ]
 
-    def ring(self, size: TileSize) -> dict[str, int]:
+    def gluon_options(self, size: TileSize) -> dict[str, int]:
         """What a kernel of `hopper` is told about its tiles."""
         return {
             "D": self.rows.width,
@@ -153,7 +153,7 @@ def make_ready(pairs: Pairs, precision: str) -> Ready:
         units,
         (index, *ids, *labels),
         tiles_for(target, rows.dtype if precision == "fp8" else pairs.rows.dtype),
-        tiles_in_turn(target, rows.dtype),
+        gluon_tiles(target, rows.dtype),
         copies_tiles(target),
         count,
     )

@@ -53,7 +53,7 @@ HOPPER = Tiles(
 )
 # Of `hopper`, whose two groups of warps have a tile each. The softplus tile is HOPPER's, which does
 # the edges over.
-IN_TURN = Tiles(
+GLUON = Tiles(
     sums=TileSize(128, 128, 64, 4, 6, 4),
     masked=HOPPER.masked,
     kept=TileSize(128, 128, 64, 4, 6, 4),
@@ -143,11 +143,11 @@ def tiles_for(target: Target, dtype: torch.dtype) -> Tiles:
     return tiles
 
 
-def tiles_in_turn(target: Target, dtype: torch.dtype) -> Tiles | None:
+def gluon_tiles(target: Target, dtype: torch.dtype) -> Tiles | None:
     """The tiles of `hopper` for products of a dtype, where it runs.
 
     Gluon is experimental and changes: it runs under the Triton that it was written for.
     """
     if target != ("cuda", 90) or dtype.itemsize != 2:
         return None
-    return IN_TURN if triton.__version__.split(".")[:2] == ["3", "6"] else None
+    return GLUON if triton.__version__.split(".")[:2] == ["3", "6"] else None

@@ -7,18 +7,14 @@ from tilewise.agreement import together
 from tilewise.errors import ShapeError
 from tilewise.losses.common import (
     Reduction,
-    aggregate,
     bias_or_none,
-    check_reduction,
     check_sides,
-    closes_at_once,
-    cross_entropy,
+    make_ending,
     pick_scale,
-    weight_or_none,
     with_no_pull,
 )
 from tilewise.options import SweepOptions
-from tilewise.pairs import Both, check_fraction
+from tilewise.pairs import Both
 from tilewise.sweep import contrast_pairs, reduce_pairs
 
 
@@ -64,29 +60,17 @@ def clip_loss(
             f"image and text must come in pairs, got {image.shape[0]} and {text.shape[0]} rows; "
             "for more texts than images use info_nce, for several captions labels="
         )
-    check_reduction(reduction)
-    smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, image.shape[0], like, how.get("group"))
+    ending = make_ending(
+        image.shape[0], like, how, weight=weight, reduction=reduction,
+        label_smoothing=label_smoothing, decoupled=decoupled,
+    )  # fmt: skip
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
     bias = bias_or_none(bias, like)
-    plain = labels is None and not (decoupled or smoothing)
-    if plain and closes_at_once(weight, reduction):
-        mean = reduction == "mean"
-        loss = contrast_pairs(image, text, scale, ids=ids, weight=weight, mean=mean, **how)
-        return with_no_pull(loss, bias)
-    swept = reduce_pairs(
-        image, text, scale, bias, ids=ids, labels=labels, sums=smoothing > 0, **how
-    )
-    directions = [
-        aggregate(
-            cross_entropy(
-                side, several=labels is not None, decoupled=decoupled, label_smoothing=smoothing
-            ),
-            side.positive_count > 0,
-            weight,
-            reduction,
-            how.get("group"),
+    if labels is None and ending.at_once:
+        loss = contrast_pairs(
+            image, text, scale, ids=ids, weight=ending.weight, mean=reduction == "mean", **how
         )
-        for side in swept
-    ]
-    return (directions[0] + directions[1]) / 2
+        return with_no_pull(loss, bias)
+    swept = reduce_pairs(image, text, scale, bias, ids=ids, labels=labels, sums=ending.sums, **how)
+    rows, cols = (ending.of(side, several=labels is not None) for side in swept)
+    return (rows + cols) / 2

@@ -1,6 +1,6 @@
 """Arithmetic that the losses share, on what a sweep returns: O(N) and differentiable."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tilewise.pairs import (
     beside,
     check_choice,
     check_features,
+    check_fraction,
     check_match,
     check_number,
     check_weight,
@@ -55,9 +56,44 @@ def cross_entropy(
     return torch.where(stats.positive_count > 0, loss, 0.0)
 
 
-def closes_at_once(weight: Tensor | None, reduction: Reduction) -> bool:
-    """Whether `contrast_pairs` will do: one number, under constant weights."""
-    return reduction != "none" and (weight is None or not weight.requires_grad)
+class Ending(NamedTuple):
+    """How a log-sum-exp loss ends, checked: from the stats of a side to what is returned."""
+
+    weight: Tensor | None  # (N,)
+    reduction: Reduction
+    label_smoothing: float
+    decoupled: bool
+    group: groups.Group | None
+
+    @property
+    def sums(self) -> bool:
+        """Whether sums of the negatives are wanted, for label smoothing."""
+        return self.label_smoothing > 0
+
+    @property
+    def at_once(self) -> bool:
+        """Whether `contrast_pairs` will do of one positive a row: a number, weights fixed."""
+        plain = not (self.decoupled or self.label_smoothing) and self.reduction != "none"
+        return plain and (self.weight is None or not self.weight.requires_grad)
+
+    def of(self, stats: Stats, *, several: bool) -> Tensor:
+        """The loss of one side; `several`, with any number of positives a row."""
+        loss = cross_entropy(
+            stats, several=several, decoupled=self.decoupled, label_smoothing=self.label_smoothing
+        )
+        counts = stats.positive_count > 0
+        return aggregate(loss, counts, self.weight, self.reduction, self.group)
+
+
+def make_ending(
+    size: int, like: Tensor, how: SweepOptions, *,
+    weight: Tensor | None, reduction: Reduction, label_smoothing: float, decoupled: bool,
+) -> Ending:  # fmt: skip
+    """Check what a loss was told of its end."""
+    check_choice("reduction", reduction, REDUCTIONS)
+    smoothing, group = check_fraction("label_smoothing", label_smoothing), how.get("group")
+    weight = weight_or_none(weight, size, like, group)
+    return Ending(weight, reduction, smoothing, decoupled, group)
 
 
 def bias_or_none(bias: Scalar | None, like: Tensor) -> Tensor | None:
@@ -147,7 +183,7 @@ def pick_scale(
     if temperature is None:
         return default if scale is None else scale
     if not isinstance(temperature, Tensor):
-        number = check_number("temperature", temperature)
+        number = check_number("temperature", temperature, "a number or a tensor")
         if not number > 0:
             raise OptionError(f"temperature must be above 0, got {number}")
         return 1.0 / number

@@ -12,15 +12,11 @@ from tilewise.errors import OptionError, ShapeError
 from tilewise.losses.common import (
     Reduction,
     Scalar,
-    aggregate,
     bias_or_none,
     check_given,
-    check_reduction,
     check_sides,
-    closes_at_once,
-    cross_entropy,
+    make_ending,
     pick_scale,
-    weight_or_none,
     with_no_pull,
 )
 from tilewise.options import SweepOptions
@@ -32,7 +28,6 @@ from tilewise.pairs import (
     both,
     check_device,
     check_features,
-    check_fraction,
     check_marks,
     check_match,
 )
@@ -85,35 +80,32 @@ def info_nce(
     """
     query, key, like = check_sides("query", query, "key", key, how)
     check_given("positives", positives)
-    check_reduction(reduction)
-    smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, query.shape[0], like, how.get("group"))
+    ending = make_ending(
+        query.shape[0], like, how, weight=weight, reduction=reduction,
+        label_smoothing=label_smoothing, decoupled=decoupled,
+    )  # fmt: skip
     scale = pick_scale(scale, temperature, 1 / 0.07, like)
     hard = _hard_negatives(query, key, negatives, ids, negative_ids, how)
     shift = bias_or_none(bias, like)
-    plain = labels is None and hard is None and not (decoupled or smoothing)
-    if plain and closes_at_once(weight, reduction):
+    if labels is None and hard is None and ending.at_once:
         loss = contrast_pairs(
-            query, key, scale, positives=positives, ids=ids, weight=weight,
+            query, key, scale, positives=positives, ids=ids, weight=ending.weight,
             mean=reduction == "mean", columns=False, **how,
         )  # fmt: skip
         return with_no_pull(loss, shift)
     stats = reduce_pairs(
         query, key, scale, positives=positives, ids=ids, labels=labels,
-        columns=False, sums=smoothing > 0, **how,
+        columns=False, sums=ending.sums, **how,
     ).rows  # fmt: skip
     if hard is not None:
         if hard.features.dim() == 2:
-            more = _reduce_shared(query, hard, scale, smoothing > 0, how)
+            more = _reduce_shared(query, hard, scale, ending.sums, how)
         else:
             more = _reduce_own(query, hard, scale)
         stats = _joined(stats, more)
     if shift is not None:
         stats = stats.with_bias(shift)
-    loss = cross_entropy(
-        stats, several=labels is not None, decoupled=decoupled, label_smoothing=smoothing
-    )
-    return aggregate(loss, stats.positive_count > 0, weight, reduction, how.get("group"))
+    return ending.of(stats, several=labels is not None)
 
 
 class _Hard(NamedTuple):

@@ -6,18 +6,10 @@ from typing_extensions import Unpack
 
 from tilewise.agreement import together
 from tilewise.errors import ShapeError
-from tilewise.losses.common import (
-    Reduction,
-    aggregate,
-    check_reduction,
-    check_sides,
-    closes_at_once,
-    cross_entropy,
-    pick_scale,
-    weight_or_none,
-)
+from tilewise.groups import check_sizes
+from tilewise.losses.common import Reduction, check_sides, make_ending, pick_scale
 from tilewise.options import SweepOptions
-from tilewise.pairs import check_fraction, check_marks
+from tilewise.pairs import check_marks
 from tilewise.sweep import contrast_pairs, reduce_pairs
 
 
@@ -59,26 +51,28 @@ def nt_xent(
             f"first and second must be two views of the same samples, got {first.shape[0]} and "
             f"{second.shape[0]} rows; drop samples that have one view only"
         )
-    check_reduction(reduction)
-    smoothing = check_fraction("label_smoothing", label_smoothing)
     n = first.shape[0]
-    weight = weight_or_none(weight, n, like, how.get("group"))
+    ending = make_ending(
+        n, like, how, weight=weight, reduction=reduction, label_smoothing=label_smoothing,
+        decoupled=decoupled,
+    )  # fmt: skip
     if ids is not None:
         check_marks("ids", ids, (n,), ids if how.get("device") else like)
-    if how.get("sizes") is not None:
+    if how.get("sizes") is not None and how.get("group") is not None:
+        check_sizes(how["group"], how["sizes"], n)
         how = {**how, "sizes": [2 * size for size in how["sizes"]]}  # both views are columns
     views = torch.cat([first, second])
     scale = pick_scale(scale, temperature, 2.0, like)
     others = torch.arange(2 * n, device=like.device).roll(n)
     ids = None if ids is None else ids.repeat(2)
-    weight = None if weight is None else weight.repeat(2)
-    if not (decoupled or smoothing) and closes_at_once(weight, reduction):
+    if ending.weight is not None:
+        ending = ending._replace(weight=ending.weight.repeat(2))
+    if ending.at_once:
         return contrast_pairs(
-            views, None, scale, positives=others, ids=ids, skip_self=True, weight=weight,
+            views, None, scale, positives=others, ids=ids, skip_self=True, weight=ending.weight,
             mean=reduction == "mean", **how,
         )  # fmt: skip
     swept = reduce_pairs(
-        views, None, scale, positives=others, ids=ids, skip_self=True, sums=smoothing > 0, **how
+        views, None, scale, positives=others, ids=ids, skip_self=True, sums=ending.sums, **how
     )
-    loss = cross_entropy(swept.rows, several=False, decoupled=decoupled, label_smoothing=smoothing)
-    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction, how.get("group"))
+    return ending.of(swept.rows, several=False)

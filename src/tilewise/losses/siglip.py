@@ -10,7 +10,6 @@ from tilewise import groups
 from tilewise.agreement import together
 from tilewise.losses.common import (
     Reduction,
-    aggregate,
     check_given,
     check_reduction,
     check_sides,
@@ -66,7 +65,8 @@ def siglip_loss(
             image, text, scale, bias, positives=positives, ids=ids, labels=labels,
             reduction="softplus", columns=False, **how,
         )  # fmt: skip
-        return aggregate(swept.rows.values, torch.ones_like(swept.rows.values), weight, reduction)
+        values = swept.rows.values
+        return values if weight is None else values * weight
     if weight is None:
         weight = torch.ones(image.shape[0], dtype=accumulate_dtype(like), device=like.device)
     summed = weigh_pairs(
@@ -75,6 +75,8 @@ def siglip_loss(
     group = how.get("group")
     if group is not None:
         summed = summed * groups.world_size(group)
+    if reduction == "sum":
+        return summed
     # Divided here and not in the weights, whose own rounding would be in every number.
     total = groups.add_up(weight.sum(), group)
-    return summed / torch.where(total == 0, 1.0, total) if reduction == "mean" else summed
+    return summed / torch.where(total == 0, 1.0, total)

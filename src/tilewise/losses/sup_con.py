@@ -4,16 +4,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from tilewise.agreement import together
-from tilewise.losses.common import (
-    Reduction,
-    aggregate,
-    check_reduction,
-    cross_entropy,
-    pick_scale,
-    weight_or_none,
-)
+from tilewise.losses.common import Reduction, make_ending, pick_scale
 from tilewise.options import SweepOptions
-from tilewise.pairs import beside, check_features, check_fraction, check_marks
+from tilewise.pairs import beside, check_features, check_marks
 from tilewise.sweep import reduce_pairs
 
 
@@ -54,9 +47,10 @@ def sup_con(
     check_features("features", features, empty=how.get("group") is not None)
     like = beside(features, how.get("device"))
     check_marks("labels", labels, (features.shape[0],), labels if how.get("device") else like)
-    check_reduction(reduction)
-    smoothing = check_fraction("label_smoothing", label_smoothing)
-    weight = weight_or_none(weight, features.shape[0], like, how.get("group"))
+    ending = make_ending(
+        features.shape[0], like, how, weight=weight, reduction=reduction,
+        label_smoothing=label_smoothing, decoupled=decoupled,
+    )  # fmt: skip
     swept = reduce_pairs(
         features,
         None,
@@ -64,8 +58,7 @@ def sup_con(
         labels=labels,
         ids=ids,
         skip_self=True,
-        sums=smoothing > 0,
+        sums=ending.sums,
         **how,
     )
-    loss = cross_entropy(swept.rows, several=True, decoupled=decoupled, label_smoothing=smoothing)
-    return aggregate(loss, swept.rows.positive_count > 0, weight, reduction, how.get("group"))
+    return ending.of(swept.rows, several=True)
