@@ -239,7 +239,7 @@ GLUON = {
 }
 
 
-def compile_in_turn(name, dtype, features):
+def compile_gluon(name, dtype, features):
     """The compiled kernel of `hopper`."""
     kernel_name, tile_name, options = GLUON[name]
     kernel = getattr(hopper_dz if kernel_name.startswith("dz") else hopper, kernel_name)
@@ -317,7 +317,7 @@ def spills(ptx, version):
 
 def report(name, target, dtype, features):
     if name in GLUON:
-        compiled = compile_in_turn(name, dtype, features)
+        compiled = compile_gluon(name, dtype, features)
     elif name in SPLIT_PRODUCTS:
         compiled = compile_split_product(name, target)
     else:

@@ -57,8 +57,8 @@ def test_sizes_of_one_compile():
 @pytest.mark.parametrize(("kind", "version", "dtype", "shared"), TARGETS)
 def test_kernels_compile(kind, version, dtype, shared):
     found = [json.loads(line) for line in compiled(kind, version, dtype).splitlines()]
-    in_turn = (kind, version) == ("cuda", 90) and dtype in ("bfloat16", "float16")
-    assert len(found) == 15 + (11 if in_turn else 0) + (2 if dtype == "float32" else 0)
+    gluon = (kind, version) == ("cuda", 90) and dtype in ("bfloat16", "float16")
+    assert len(found) == 15 + (11 if gluon else 0) + (2 if dtype == "float32" else 0)
     for kernel in found:
         assert kernel["spilled"] <= SPILLED.get(kernel["name"], 0), kernel
         assert kernel["trap"] == 0, kernel
