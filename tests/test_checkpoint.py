@@ -215,6 +215,24 @@ def test_an_optimizer_of_another_kind_is_told():
         checkpoint.restore(model, now, found)
 
 
+@pytest.mark.parametrize("opt", ["adafactor", "lion", "lamb"])
+def test_timm_may_forget_how_steps_were_computed(opt):
+    """1.0.31 has no `foreach` in AdaFactor, checkpoints of 1.0.30 do; types are not in any."""
+    model = nn.Linear(32, 32)
+    optimizer = make_optimizer(model, OptimConfig(opt=opt))
+    model(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    found = checkpoint.collect(model, optimizer)
+    for own, saved in zip(optimizer.param_groups, found.optimizer["param_groups"], strict=True):
+        own.pop("foreach", None)
+        saved["foreach"] = None
+        assert not any(isinstance(x, torch.dtype) for x in saved.values())
+    checkpoint.restore(model, optimizer, found)
+    kinds = {name: x for name, x in optimizer.defaults.items() if isinstance(x, torch.dtype)}
+    assert all(kinds.items() <= group.items() for group in optimizer.param_groups)
+    assert bool(kinds) == (opt == "adafactor")
+
+
 @pytest.mark.parametrize("opt", ["adamw", "adafactor", "lion", "lamb"])
 def test_an_optimizer_that_has_taken_no_step_has_no_state(tmp_path, opt):
     """Neither by what is saved of it nor by what is loaded: PyTorch makes one up."""

@@ -18,7 +18,7 @@ BAD = {
     "integer features": (lambda: tw.clip_loss(A.long(), B, 1.0), tw.DtypeError, "image must be float64.*int64.*cast"),
     "list features": (lambda: tw.clip_loss([[1.0]], B, 1.0), tw.DtypeError, "image must be a tensor, got list"),
     "sparse features": (lambda: tw.clip_loss(A.to_sparse(), B, 1.0), tw.DtypeError, "image must be dense.*to_dense"),
-    "nested features": (lambda: tw.clip_loss(torch.nested.nested_tensor([A[0]]), B, 1.0), tw.DtypeError, "image must be dense"),
+    "nested features": (lambda: tw.clip_loss(torch.nested.nested_tensor([A[0]], layout=torch.jagged), B, 1.0), tw.DtypeError, "image must be dense"),
     "array to explain": (lambda: tw.explain_backend(A.numpy()), tw.DtypeError, "features must be a tensor, got ndarray"),
     "nothing to keep": (lambda: tw.explain_keep(A, None), tw.DtypeError, "cols must be a tensor, got NoneType"),
     "mixed dtypes": (lambda: tw.clip_loss(A, B.bfloat16(), 1.0), tw.DtypeError, "float32 and torch.bfloat16.*autocast"),

@@ -1,6 +1,5 @@
 """Models of other libraries as encoders of pairs: what goes in, comes out, is loaded again."""
 
-import functools
 import json
 import logging
 import os
@@ -617,13 +616,20 @@ def test_the_projector_takes_what_is_pooled(name):
 
 
 def test_the_projector_takes_what_is_pooled_by_a_model_that_tells_otherwise(monkeypatch):
+    """As timm's SAM did up to 1.0.30."""
     timm = need("timm")
-    small = {"depth": 1, "embed_dim": 48, "num_heads": 3, "global_attn_indexes": [0]}
-    monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, **small))
-    model = TwoViews("samvit_base_patch16", (8,), image_size=64)
+    make = timm.create_model
+
+    def lying(*args, **options):
+        made = make(*args, **options)
+        made.num_features = made.head_hidden_size = 77
+        return made
+
+    monkeypatch.setattr(timm, "create_model", lying)
+    model = TwoViews("resnet18", (8,), image_size=64)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
     assert model(pixels, pixels)["rows"].shape == (2, 8)
-    assert model.backbone.head_hidden_size != model.projector[0].in_features
+    assert model.projector[0].in_features == 512
 
 
 def test_measuring_what_is_pooled_leaves_no_trace():

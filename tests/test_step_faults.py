@@ -298,7 +298,7 @@ def test_buffers_are_copied_only_for_what_is_run_again():
     kept = []
 
     def loss(z):
-        kept.append(sum(isinstance(x, State) and len(x.values) for x in gc.get_objects()))
+        kept.append(sum(type(x) is State and len(x.values) for x in gc.get_objects()))
         return weighted(z)
 
     for keep, copies in ((float("inf"), 0), (0, 8)):

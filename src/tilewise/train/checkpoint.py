@@ -86,6 +86,9 @@ def ema_state(average: dict[str, Tensor]) -> dict[str, Tensor]:
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, found: Snapshot) -> None:
     """Load a snapshot into both, on all ranks; each has read it."""
     _check_fits(model, found)
+    for own, loaded in zip(optimizer.param_groups, found.optimizer["param_groups"], strict=False):
+        if "foreach" not in own:  # how a step is computed, which AdaFactor has only to timm 1.0.30
+            loaded.pop("foreach", None)
     _check_groups(optimizer, found)
     shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     weights: Any = {name: _as_here(x, shapes[name]) for name, x in found.model.items()}

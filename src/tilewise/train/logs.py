@@ -24,7 +24,6 @@ def versions() -> dict[str, str]:
     from importlib import metadata  # noqa: PLC0415
 
     names = (
-        "torch",
         "numpy",
         "open_clip_torch",
         "timm",
@@ -34,6 +33,7 @@ def versions() -> dict[str, str]:
         "pillow",
     )
     found = {"tilewise": tilewise.__version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__  # with the build, which metadata may leave out
     for name in names:
         try:
             found[name] = metadata.version(name)

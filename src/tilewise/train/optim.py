@@ -44,6 +44,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
             clipping_threshold=1.0,
         )  # fmt: skip
         found.register_state_dict_post_hook(_drop_types)
+        found.register_load_state_dict_pre_hook(_keep_types)
     else:
         # Clipping of the whole gradient is ours.
         found = library.Lamb(groups, lr=config.lr, betas=betas, eps=config.eps, max_grad_norm=None)
@@ -51,10 +52,20 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 
 
 def _drop_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Of options, which PyTorch does not gather and JSON does not hold; `set_options` has them."""
+    """Of options, which PyTorch does not gather and JSON does not hold."""
     for group in state["param_groups"]:
-        for name in [name for name, x in group.items() if isinstance(x, torch.dtype)]:
+        for name in _types_of(group):
             del group[name]
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state to load, with the dtypes that `_drop_types` has dropped: timm reads them then."""
+    both = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    return {**state, "param_groups": [{**_types_of(own), **loaded} for own, loaded in both]}
+
+
+def _types_of(group: dict[str, Any]) -> dict[str, torch.dtype]:
+    return {name: x for name, x in group.items() if isinstance(x, torch.dtype)}
 
 
 def set_options(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> None:
