@@ -47,6 +47,10 @@ class Mirror(dist.ProcessGroup):
         """Under which torch has it."""
         return str(dist.distributed_c10d._world.pg_names[self])
 
+    def _get_backend(self, _device: torch.device) -> "Mirror":
+        """What torch 2.15 asks whether messages may be posted together."""
+        return self
+
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copied:
         """(to, from) of each, on the stream of messages."""
         if self.stream is None:

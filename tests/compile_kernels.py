@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -294,14 +295,12 @@ def compile_vectors(target, size):
 
 def spills(ptx, version):
     """Bytes spilled, and registers, as ptxas counts them."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    ptxas = tools / ("ptxas-blackwell" if version >= 100 else "ptxas")
     suffix = "a" if version >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         command = [
-            ptxas,
+            get_ptxas(version).path,  # which one it is depends on Triton's version
             "-v",
             f"--gpu-name=sm_{version}{suffix}",
             path,

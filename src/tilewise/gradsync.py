@@ -108,7 +108,7 @@ class Averager:
     def forget(self) -> None:
         """Drop what FSDP2 has added up and not yet averaged, of which no `.grad` tells.
 
-        It has no public way to; by names of torch 2.6 to 2.13.
+        It has no public way to; by names of torch 2.6 to 2.15.
         """
         if self.by_forward:
             return
@@ -117,7 +117,9 @@ class Averager:
             own = getattr(state, "_fsdp_param_group", None)
             for group in getattr(state, "_fsdp_param_groups", [own] if own else []):
                 for p in group.fsdp_params:
-                    p.unsharded_accumulated_grad = None
+                    # In torch 2.15 another name of the gradient below.
+                    if "unsharded_accumulated_grad" in vars(p):
+                        p.unsharded_accumulated_grad = None
                     if hasattr(p, "_unsharded_param"):
                         p._unsharded_param.grad = None
 
