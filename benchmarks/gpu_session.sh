@@ -27,7 +27,9 @@ measure() { # losses, without the tests, which are a part of their own
 
 run() { # PART
     case "$1" in
-    tests) "$python" -m pytest -q -m gpu -n 8 --maxfail 20 tests ;;
+    tests) # a test that hangs costs its own 150 seconds, not all that is left
+        "$python" -m pytest -q -m gpu -n 8 --maxfail 20 --timeout 150 --timeout-method thread tests
+        ;;
     bars)
         measure --contenders 'tilewise graph' --cases \
             clip-bf16-65536x768,clip-bf16-32768x512,clip-bf16-32768x1024,clip-bf16-8192x768,siglip-bf16-65536x768,clip-fp32-autocast-65536x768 &&
@@ -60,7 +62,7 @@ run() { # PART
 
 if [ "${1:-}" = packages ]; then # pure Python; the GPU machine has torch, Triton, timm, transformers, pytest
     exec pip install -q --no-deps --target .carry/site open_clip_torch webdataset braceexpand tyro docstring_parser \
-        shtab typeguard ftfy wcwidth gradcache pytest-xdist execnet liger-kernel cut-cross-entropy inf-cl siglip-kernel
+        shtab typeguard ftfy wcwidth gradcache pytest-xdist pytest-timeout execnet liger-kernel cut-cross-entropy inf-cl siglip-kernel
 fi
 if [ "${1:-}" = --part ]; then
     run "$2"

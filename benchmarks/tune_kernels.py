@@ -24,7 +24,7 @@ from tilewise.backends.fused_forward import Forward, SumPanel
 from tilewise.backends.fused_softplus import Softplus
 from tilewise.backends.plan import Needs, Plan
 from tilewise.backends.products import DzPanel
-from tilewise.backends.ready import make_ready
+from tilewise.backends.ready import Ready, make_ready
 from tilewise.backends.tuning import TileSize, panel_for
 from tilewise.pairs import Pairs, make_pairs
 from tilewise.tiles import Tile
@@ -52,6 +52,7 @@ SPLIT = [
     *(TileSize(*shape, 32, 4, 3) for shape in ((64, 128), (128, 64))),
     TileSize(128, 64, 32, 8, 3),
 ]
+SPLIT_IN_GLUON = [TileSize(128, 128, 32, 4, stages) for stages in (4, 6)]
 GLUON = {
     "sums": [TileSize(128, 128, 64, 4, stages, lanes) for stages in (6, 7) for lanes in (1, 4)],
     "dz_of_sums": [TileSize(128, 128, 64, 4, *rest) for rest in ((5, 1), (6, 1), (6, 3))],
@@ -149,12 +150,16 @@ def time_split(features: int, seconds: float) -> None:
         for part, side in ((dz[1], 0), (dz[0], 1), (dz[0], 0)):
             products.add_product(acc, part.t() if turned else part, parts[side], False)
 
-    def one_kernel(acc: Tensor, parts: tuple[Tensor, ...], turned: bool, size: TileSize) -> None:
-        made = ready._replace(tiles=ready.tiles._replace(product=size))
+    def one_kernel(acc: Tensor, parts: tuple[Tensor, ...], turned: bool, made: Ready) -> None:
         products.add_products(made, acc, tuple(dz), parts, turned=turned, first=False)
 
     calls = {"cuBLAS, cut off": three_products}
-    calls |= {str(tuple(size)): partial(one_kernel, size=size) for size in SPLIT}
+    for size in SPLIT:
+        made = ready._replace(tiles=ready.tiles._replace(product=size), gluon=None)
+        calls[str(tuple(size))] = partial(one_kernel, made=made)
+    for size in SPLIT_IN_GLUON if ready.gluon is not None else ():
+        made = ready._replace(gluon=ready.gluon._replace(product=size))
+        calls[f"Gluon {tuple(size)}"] = partial(one_kernel, made=made)
     for turned, (height, length) in ((False, (n, m)), (True, (m, n))):
         parts, acc = (
             ready.cols.parts(slice(0, length)),

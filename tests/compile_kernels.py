@@ -26,6 +26,7 @@ from tilewise.backends import (
     finishes,
     hopper,
     hopper_dz,
+    hopper_split,
     kernels,
     split_products,
     tuning,
@@ -238,25 +239,48 @@ GLUON = {
     "gluon-sums-keep-scale": ("sums", "sums", {"SCALED": True, "kept": "i16"}),
     "gluon-softplus-scale": ("dz_of_softplus", "softplus", {"SCALED": True}),
 }
+# Of features in parts: what is kept or goes through softplus is not for `hopper`.
+GLUON_SPLIT = ("gluon-sums", *(name for name in GLUON if name.startswith("gluon-dz")))
 
 
 def compile_gluon(name, dtype, features):
     """The compiled kernel of `hopper`."""
     kernel_name, tile_name, options = GLUON[name]
     kernel = getattr(hopper_dz if kernel_name.startswith("dz") else hopper, kernel_name)
-    size = getattr(tuning.GLUON, tile_name)
+    split = dtype == torch.float32
+    size = getattr(tuning.GLUON_SPLIT if split else tuning.GLUON, tile_name)
     values = {
-        "D": features, "STAGES": size.stages, "LANES": size.group, "DIAGONAL": True,
-        "COLUMNS": kernel_name != "dz_of_softplus", "VALUES": True, **options,
+        "D": 4 * features if split else features, "STAGES": size.stages, "LANES": size.group,
+        "DIAGONAL": True, "COLUMNS": kernel_name != "dz_of_softplus", "VALUES": True,
+        "rest": None, **options,
     }  # fmt: skip
-    features_of, half = SHORT[dtype], (size.rows, size.cols // 2)
+    features_of, half = SHORT[SCORES.get(dtype, dtype)], (size.rows, size.cols // 2)
     blocks = {
         "rows": (features_of, size.rows, size.features),
         "cols": (features_of, size.cols, size.features),
         "dz": (features_of, *half),
     }
+    if split:
+        blocks["rest"] = (features_of, *half)
+        del values["rest"]
     if values.get("kept") is not None:
         blocks["kept"] = (values.pop("kept"), *half)
+    return compile_in_gluon(kernel, values, blocks)
+
+
+def compile_gluon_split_product(name, ones=()):
+    """The compiled kernel of `hopper_split`; arguments of 1 are constants."""
+    size, turned = tuning.GLUON_SPLIT.product, SPLIT_PRODUCTS[name.removeprefix("gluon-")]
+    half = size.rows // 2
+    dz = (size.features, half) if turned else (half, size.features)
+    blocks = dict.fromkeys(("high", "rest"), ("fp16", *dz))
+    blocks |= dict.fromkeys(("upper", "lower"), ("fp16", size.features, size.cols))
+    values = {"STAGES": size.stages, "TURNED": turned, "ADD": True, **dict.fromkeys(ones, 1)}
+    return compile_in_gluon(hopper_split.split_product, values, blocks)
+
+
+def compile_in_gluon(kernel, values, blocks):
+    """A compiled kernel in Gluon, from its constants and the tiles of its descriptors."""
     signature, constants, attributes = {}, {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in values:
@@ -317,6 +341,8 @@ def spills(ptx, version):
 def report(name, target, dtype, features):
     if name in GLUON:
         compiled = compile_gluon(name, dtype, features)
+    elif name.startswith("gluon"):
+        compiled = compile_gluon_split_product(name)
     elif name in SPLIT_PRODUCTS:
         compiled = compile_split_product(name, target)
     else:
@@ -347,9 +373,14 @@ if __name__ == "__main__":
         for variant in VARIANTS:
             compile_variant(variant, Target(kind, int(version)), getattr(torch, dtype), 8,
                             ones=("N", "M", "n", "m"))  # fmt: skip
+        if version == "90":
+            compile_gluon_split_product("gluon-split_product", ("n", "k", "D"))
         sys.exit()
     gluon = tuning.gluon_tiles(Target(kind, int(version)), getattr(torch, dtype))
-    split = SPLIT_PRODUCTS if dtype == "float32" else ()
-    for variant in names or [*VARIANTS, *(GLUON if gluon else ()), *split]:
+    split = list(SPLIT_PRODUCTS) if dtype == "float32" else []
+    in_gluon = []
+    if gluon:
+        in_gluon = [*GLUON_SPLIT, *("gluon-" + name for name in split)] if split else list(GLUON)
+    for variant in names or [*VARIANTS, *in_gluon, *split]:
         found = report(variant, Target(kind, int(version)), getattr(torch, dtype), 768)
         sys.stdout.write(json.dumps(found) + "\n")

@@ -68,7 +68,7 @@ class Kernel:
             owners = {}
             for number in range(grid[0]):
                 draw = random.Random(f"{Kernel.seed} {number}")
-                Program.current = Program(number, draw, owners)
+                Program.current = Program((number, *grid), draw, owners)
                 self.fn(**taken)
 
         return launch
@@ -97,6 +97,7 @@ LANGUAGE = SimpleNamespace(
     constexpr=Constant,
     static_range=range,
     program_id=lambda _: block(Program.current.number, torch.int32),
+    num_programs=lambda _: block(Program.current.count, torch.int32),
     cdiv=lambda a, b: (a + b - 1) // b,
     minimum=_extreme(torch.fmin),
     maximum=_extreme(torch.fmax),
@@ -121,7 +122,10 @@ LANGUAGE = SimpleNamespace(
     SliceLayout=lambda *_: None,
     allocate_shared_memory=gluon_program.allocate_shared_memory,
     warp_specialize=lambda parts, *_: Program.current.run(parts),
-    **{name: getattr(tl, name) for name in ("int16", "int32", "int64", "uint32", "float32")},
+    **{
+        name: getattr(tl, name)
+        for name in ("int16", "int32", "int64", "uint32", "float16", "float32")
+    },
 )
 HOPPER = SimpleNamespace(
     fence_async_shared=gluon_program.fence_async_shared,
@@ -149,7 +153,7 @@ INSTEAD = {
 
 
 def emulated(changes=(), launched=lambda _: None):
-    """`hopper` and `hopper_dz` in this language, with (old, new) in their text.
+    """The modules of Gluon's kernels in this language, with (old, new) in their text.
 
     Whenever one of their kernels is launched, `launched` hears its name.
     """
@@ -160,7 +164,7 @@ def emulated(changes=(), launched=lambda _: None):
         return made[name] if name in made else builtins.__import__(name, *args)
 
     changed = not changes
-    for name in ("hopper", "hopper_dz"):
+    for name in ("hopper", "hopper_dz", "hopper_split"):
         module = types.ModuleType(f"tilewise.backends.{name}")
         path = Path(backends.__file__).with_name(f"{name}.py")
         text = path.read_text()
@@ -171,4 +175,4 @@ def emulated(changes=(), launched=lambda _: None):
         exec(compile(text, path, "exec"), vars(module))
         made[module.__name__] = module
     assert changed
-    return made["tilewise.backends.hopper"], made["tilewise.backends.hopper_dz"]
+    return [module for name, module in made.items() if name.startswith("tilewise")]

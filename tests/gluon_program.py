@@ -58,8 +58,9 @@ class Program:
 
     current: "Program"
 
-    def __init__(self, number, draw, owners):
-        self.number, self.draw, self.owners = number, draw, owners
+    def __init__(self, place, draw, owners):
+        self.number, self.count = place
+        self.draw, self.owners = draw, owners
         self.copies, self.leaving, self.stopped = [], [], False
         self.baton = threading.Semaphore(0)
         # Whoever prepares the others, alone.
@@ -294,6 +295,11 @@ class Accumulator:
 
     def __init__(self):
         self.value = None
+
+    def _early(self, _):
+        raise RaceError("a product was looked at before it was waited for")
+
+    __getattr__ = __radd__ = _early
 
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):

@@ -129,17 +129,22 @@ def test_backend_choice_explains_itself():
     )
 
 
-def test_auto_leaves_float32_to_the_exact_backend(monkeypatch):
+def test_auto_takes_the_fused_backend_where_it_runs(monkeypatch):
     from tilewise import backends
     from tilewise.backends import fused
 
     monkeypatch.setattr(fused, "_missing", lambda: None)
     cuda = torch.device("cuda")
-    choice = backends.choose("auto", cuda, torch.float32)
-    assert choice.name == "chunked"
-    assert "ask for it by name" in choice.refusals["fused"]
-    assert backends.choose("auto", cuda, torch.bfloat16).name == "fused"
-    assert backends.choose("fused", cuda, torch.float32).name == "fused"
+    chosen = {
+        dtype: backends.choose("auto", cuda, dtype).name
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    }
+    assert chosen == {
+        torch.float16: "fused",
+        torch.bfloat16: "fused",
+        torch.float32: "fused",
+        torch.float64: "chunked",
+    }
 
 
 def test_fused_says_what_it_needs(monkeypatch):

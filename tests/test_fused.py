@@ -824,7 +824,7 @@ def test_panels_of_the_forward(n, m, d, dtype, monkeypatch):
     told = []
     launch = lambda *args, **options: told.append(args)  # noqa: E731
     monkeypatch.setattr(hopper, "sums", collections.defaultdict(lambda: launch))
-    monkeypatch.setattr(ready.Ready, "gluon_loads", lambda *_: [None, None])
+    monkeypatch.setattr(ready.Ready, "gluon_loads", lambda *_: [None, None, None])
 
     monkeypatch.setattr(ready, "gluon_tiles", lambda *_: tuning.GLUON)
     features = [torch.empty(k, d, dtype=dtype, device="meta") for k in (n, m)]

@@ -77,7 +77,7 @@ def multiply(rows, cols):
     return torch.mm(rows, cols.T, out_dtype=torch.float32).cpu()
 
 
-# "auto" leaves float32 to chunked until fused has held this bar on a GPU (`fused.reservation`).
+# Without Triton "auto" leaves float32 to chunked.
 HELD = [*(("fused", dtype) for dtype in DTYPES), ("chunked", torch.float32)]
 
 

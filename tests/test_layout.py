@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "tilewise"
 # A module may import from its own layer or below; the longest matching prefix counts.
 LAYERS = {
     "errors": 0, "pairs": 0, "tiles": 0, "measure": 0, "costs": 0, "routes": 0, "trees": 0,
-    "ahead": 0, "locks": 0,
+    "ahead": 0, "mapped": 0, "locks": 0,
     "reductions": 1, "positives": 1,
     "backends": 2, "groups": 2, "ring": 2,
     "rounds": 3.0, "hosted": 3.1, "autograd": 3.2, "dot_rows": 3.3, "entropy": 3.3,
@@ -34,8 +34,8 @@ SIBLINGS = {"ring": ["backends"], "groups": ["backends"], "backends": ["ring", "
 LONG_FUNCTIONS = {"sums", "dz_of_softplus"}
 TRITON = {
     "adding.py", "kernels.py", "dz.py", "vectors.py", "hopper.py", "convert.py", "operands.py",
-    "products.py", "split_products.py", "hopper_dz.py", "fused_softplus.py", "tuning.py",
-    "fused_forward.py", "fused_backward.py", "fused_attend.py", "entropies.py",
+    "products.py", "split_products.py", "hopper_dz.py", "hopper_split.py", "fused_softplus.py",
+    "tuning.py", "fused_forward.py", "fused_backward.py", "fused_attend.py", "entropies.py",
     "fused_entropy.py", "finishes.py", "ready.py",
 }  # fmt: skip
 

@@ -44,20 +44,6 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return _missing()
 
 
-def reservation(dtype: torch.dtype) -> str | None:
-    """Why it is not chosen unless it is asked for.
-
-    To be deleted, with its call in `backends.choose` and the tests that name it, once fp32 by
-    products of fp16 has held the error bar of `test_gpu.py` on a GPU.
-    """
-    if dtype == torch.float32:
-        return (
-            "its float32 products are made of float16 ones, which have not been measured on a GPU "
-            "in their present form; ask for it by name if that will do"
-        )
-    return None
-
-
 def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why scores cannot be made of e4m3 copies of the features."""
     if dtype not in (torch.bfloat16, torch.float16):

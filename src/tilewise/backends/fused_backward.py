@@ -24,7 +24,7 @@ from tilewise.backends.products import (
     side_of_square,
 )
 from tilewise.backends.ready import make_ready
-from tilewise.backends.tuning import Tiles, TileSize, panel_for
+from tilewise.backends.tuning import TileSize, panel_for
 from tilewise.pairs import Pairs, exact_dtype
 from tilewise.tiles import Tile, balanced, cdiv, padded, row_of_tiles, spans, upper_row_of_tiles
 
@@ -228,19 +228,14 @@ class Backward:
         self, kernel: Any, size: TileSize, panel: DzPanel, *args: Any, **options: Any
     ) -> None:
         """A kernel of `hopper` over the tiles of a panel."""
-        tile, dz, _ = panel
-        n, m, _ = self.pairs.shape
-        steps = cdiv(dz.shape[0], 2 * size.rows) * cdiv(dz.shape[1], size.cols)
+        tile, *parts = panel
+        (n, m, _), (height, width) = self.pairs.shape, panel.dz.shape
+        steps = cdiv(height, 2 * size.rows) * cdiv(width, size.cols)
         share = cdiv(steps, max(1, self.ready.processors // size.group))
         kernel[(size.group * cdiv(steps, share),)](
-            *self.ready.gluon_loads(size, tile, dz), self.head, *args, tile.row_start,
-            tile.col_start, *dz.shape, n, m, share, **self.ready.gluon_options(size), **options,
+            *self.ready.gluon_loads(size, tile, *parts), self.head, *args, tile.row_start,
+            tile.col_start, height, width, n, m, share, **self.ready.gluon_options(size), **options,
         )  # fmt: skip
-
-    @property
-    def _gluon(self) -> Tiles | None:
-        """Of `hopper`, which stores dz in one part."""
-        return None if self.split else self.ready.gluon
 
     # Log-sum-exp
 
@@ -293,7 +288,7 @@ class Backward:
         kind, tiles, scaled = self.ready.kind(), self.ready.tiles, self.needs.scale
         flags = {"COLUMNS": both, "SCALED": scaled}
         tile, kept = panel.tile, panel.tile.row_stop <= len(self.kept)
-        gluon = None if kept or self._masks else self._gluon
+        gluon = None if kept or self._masks else self.ready.gluon
         parts = self._scale_parts(panel, gluon and gluon.dz)
         if kept:
             self._kept_dz(panel, row_vectors[0], col_vectors[0], both)

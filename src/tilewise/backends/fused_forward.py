@@ -218,9 +218,8 @@ class Forward:
         if panel.in_gluon:
             from tilewise.backends import hopper
 
-            loads = self.ready.gluon_loads(size, tile, panel.kept)
             hopper.sums[(size.group * programs,)](
-                *loads, *(() if panel.kept is not None else (None,)), *args, *where,
+                *self.ready.gluon_loads(size, tile, panel.kept), *args, *where,
                 COLUMNS=self.plan.columns, **self.ready.gluon_options(size),
                 DIAGONAL=self.pairs.skip_self or self.pairs.kind == "aligned", **options,
             )  # fmt: skip

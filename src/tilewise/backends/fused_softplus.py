@@ -77,11 +77,13 @@ class Softplus(Backward):
         for masked, edges in ((True, False),) if marked else ((False, False), (True, True)):
             if edges and not _meets_an_edge(panel.tile, size):
                 continue
-            if not masked and self._gluon is not None and options["GRADS"]:
+            # Of scores in parts `hopper` does not round the sum, which softplus needs.
+            gluon = None if self.split or masked or not options["GRADS"] else self.ready.gluon
+            if gluon is not None:
                 from tilewise.backends import hopper_dz
 
                 self._launch_gluon(
-                    hopper_dz.dz_of_softplus, self._gluon.softplus, panel, *args[:3],
+                    hopper_dz.dz_of_softplus, gluon.softplus, panel, *args[:3],
                     **{name: options[name] for name in ("COLUMNS", "VALUES", "SCALED")},
                 )  # fmt: skip
                 continue

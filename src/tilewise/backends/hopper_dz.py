@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tilewise.backends import convert
 from tilewise.backends import dz as triton_dz
 from tilewise.backends.hopper import (
     BIAS,
@@ -35,6 +36,7 @@ ABOVE = gl.constexpr(64.0)
 
 # The same text, read as Gluon.
 _softplus_and_sigmoid = gluon.jit(triton_dz.softplus_and_sigmoid.fn)
+_high_low = gluon.jit(convert.high_low.fn)
 
 
 @gluon.jit
@@ -79,8 +81,19 @@ def _apart(s, scale2, gain, shift):
 
 
 @gluon.jit
+def _store_dz(ways, x, h: gl.constexpr, i, j, ME: gl.constexpr):
+    """Store quarter h of tile (i, j): in the dtype of dz, or in two parts, each its own way."""
+    if len(ways) == 1:
+        store_quarter(ways[0], x, h, i, j, ME)
+    else:
+        high, low = _high_low(x)
+        store_quarter(ways[0], high, h, i, j, ME)
+        store_quarter(ways[1], low, h, i, j, ME)
+
+
+@gluon.jit
 def _dz_tile(
-    s, way, exponent, flag, vectors, gains, scale_part, panel, i, j, ME: gl.constexpr,
+    s, ways, exponent, flag, vectors, gains, scale_part, panel, i, j, ME: gl.constexpr,
     COLUMNS: gl.constexpr, SCALED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     by_row, by_col = vectors
@@ -91,14 +104,16 @@ def _dz_tile(
     pieces = quarters(s)
     pulled = row_folded(gl.zeros_like(pieces[0]))
     none = 0
-    if not FIXED:
+    if len(col_gain) == 0:
         # Asked for every tile, so that no addresses of columns are kept in registers meanwhile.
-        none = (gl.load(flag) == 0).to(gl.int32)
+        none = (gl.load(flag) == 2).to(gl.int32)
     for h in gl.static_range(4):
         if FIXED:
             gain = row_gain
-            if COLUMNS:
+            if len(col_gain) > 0:
                 gain = gain + col_gain[h]
+            elif COLUMNS:
+                gain = gain + _load_quarter(by_col, col0 + j * TM + none, M, h, TN, TM)
             x = exp_scaled(pieces[h], exponent) * gain
         else:
             # Shifts lie behind gains.
@@ -111,14 +126,14 @@ def _dz_tile(
                 x += _apart(pieces[h], exponent[0], gain, shift)
         if SCALED:
             pulled += row_folded(x * pieces[h])
-        store_quarter(way, x, h, i, j, ME)
+        _store_dz(ways, x, h, i, j, ME)
     if SCALED:
         store_rows(scale_part, gl.sum(pulled, 1), i, j, n)
 
 
 @gluon.jit
 def _dz_strips(
-    way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME: gl.constexpr,
+    ways, ring, head, flag, vectors, scale_part, panel, share, num_m, ME: gl.constexpr,
     D: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     SCALED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
@@ -131,7 +146,9 @@ def _dz_strips(
     for block in range(begin, end):
         first, last = strip_of(block, share, height, LANES)
         col = col0 + block * TM
-        col_gain = _load_columns(vectors[1], col, M, TN, TM, COLUMNS and FIXED)
+        # Two ways out leave no registers for them.
+        HELD: gl.constexpr = COLUMNS and FIXED and len(ways) == 1
+        col_gain = _load_columns(vectors[1], col, M, TN, TM, HELD)
         for i in range(2 * first + ME, 2 * last, 2):
             row = row0 + i * TN
             # Before the product, which hides how long this takes.
@@ -144,29 +161,30 @@ def _dz_strips(
                     # the product is 0, and dz is finite.
                     rows, cols = slots(s, row - col, 0)
                     s = gl.where(gl.expand_dims(rows, 1) == gl.expand_dims(cols, 0), 0.0, s)
-            _dz_tile(s, way, exponent, flag, vectors, (row_gain, col_gain), scale_part, panel, i,
+            _dz_tile(s, ways, exponent, flag, vectors, (row_gain, col_gain), scale_part, panel, i,
                      block, ME, COLUMNS, SCALED, FIXED)  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def _dz_strips_of_either(
-    way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME: gl.constexpr,
+    ways, ring, head, flag, vectors, scale_part, panel, share, num_m, ME: gl.constexpr,
     D: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr, COLUMNS: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     # A loop each: what one keeps in registers is none of the other's business.
     if gl.load(flag) == 0:
-        _dz_strips(way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME, D, LANES,
+        _dz_strips(ways, ring, head, flag, vectors, scale_part, panel, share, num_m, ME, D, LANES,
                    DIAGONAL, COLUMNS, SCALED, True)  # fmt: skip
     else:
-        _dz_strips(way, ring, head, flag, vectors, scale_part, panel, share, num_m, ME, D, LANES,
+        _dz_strips(ways, ring, head, flag, vectors, scale_part, panel, share, num_m, ME, D, LANES,
                    DIAGONAL, COLUMNS, SCALED, False)  # fmt: skip
 
 
 @gluon.jit
 def dz_of_sums(
-    rows, cols, dz, head, flag, row_vectors, col_vectors, scale_part, row0, col0, n, m, N, M, share,
+    rows, cols, dz, rest, head, flag, row_vectors, col_vectors, scale_part, row0, col0, n, m, N, M,
+    share,
     D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, DIAGONAL: gl.constexpr,
     COLUMNS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
@@ -174,14 +192,16 @@ def dz_of_sums(
 
     Of the vectors (6, N) and (6, M) the first two, gains and shifts.
     """
-    ring, way = ring_of(rows, cols, STAGES), way_out(dz)
+    ring, ways = ring_of(rows, cols, STAGES), (way_out(dz),)
+    if rest is not None:
+        ways = ways + (way_out(rest),)
     height, num_m = gl.cdiv(n, 2 * ring[0].shape[1]), gl.cdiv(m, ring[1].shape[1])
     vectors, panel = (row_vectors, col_vectors), (row0, col0, n, m, N, M)
     gl.warp_specialize(
         [
-            (_dz_strips_of_either, (way, ring, head, flag, vectors, scale_part, panel, share,
+            (_dz_strips_of_either, (ways, ring, head, flag, vectors, scale_part, panel, share,
                                     num_m, 0, D, LANES, DIAGONAL, COLUMNS, SCALED)),
-            (_dz_strips_of_either, (way, ring, head, flag, vectors, scale_part, panel, share,
+            (_dz_strips_of_either, (ways, ring, head, flag, vectors, scale_part, panel, share,
                                     num_m, 1, D, LANES, DIAGONAL, COLUMNS, SCALED)),
             (load_strips, (rows, cols, ring, share, height, num_m, D, LANES)),
         ],
@@ -274,11 +294,11 @@ def _softplus_strips(
 
 @gluon.jit
 def dz_of_softplus(
-    rows, cols, dz, head, row_weight, col_weight, row_parts, row0, col0, n, m, N, M, share,
+    rows, cols, dz, rest, head, row_weight, col_weight, row_parts, row0, col0, n, m, N, M, share,
     D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, COLUMNS: gl.constexpr,
     VALUES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """`dz.dz_of_softplus` without masks: its run over the edges must follow."""
+    """`dz.dz_of_softplus` without masks: its run over the edges must follow. No `rest`."""
     ring, way = ring_of(rows, cols, STAGES), way_out(dz)
     height, num_m = gl.cdiv(n, 2 * ring[0].shape[1]), gl.cdiv(m, ring[1].shape[1])
     weights, panel = (row_weight, col_weight), (row0, col0, n, m, N, M)

@@ -89,13 +89,35 @@ def add_products(
     if len(dz) == 1:
         add_product(acc, dz[0].t() if turned else dz[0], features[0], first)
         return
-    size, (n, d), (k, _) = ready.tiles.product, acc.shape, features[0].shape
+    (n, d), (k, _) = acc.shape, features[0].shape
+    if ready.gluon is not None:
+        _add_on_hopper(ready, acc, (*dz, *features), turned=turned, first=first)
+        return
+    size = ready.tiles.product
     block = (size.features, size.rows) if turned else (size.rows, size.features)
     split_products.split_product[(cdiv(n, size.rows) * cdiv(d, size.cols),)](
         *(ready.tiled(part, *block) for part in dz),
         *(ready.tiled(part, size.features, size.cols) for part in features),
         acc, n, k, d, padded(d, 8), TURNED=turned, ADD=not first, TN=size.rows, TD=size.cols,
         TK=size.features, num_warps=size.warps, num_stages=size.stages,
+    )  # fmt: skip
+
+
+def _add_on_hopper(
+    ready: Ready, acc: Tensor, parts: Sequence[Tensor], *, turned: bool, first: bool
+) -> None:
+    """The same by the kernel of `hopper_split`, of two parts of dz and two of features."""
+    from tilewise.backends import hopper_split
+
+    assert ready.gluon is not None
+    size, (n, d), k = ready.gluon.product, acc.shape, len(parts[-1])
+    half = size.rows // 2
+    block = (size.features, half) if turned else (half, size.features)
+    count = cdiv(n, size.rows) * cdiv(d, size.cols)
+    hopper_split.split_product[(min(count, ready.processors),)](
+        *(ready.gluon_tiled(part, *block) for part in parts[:2]),
+        *(ready.gluon_tiled(part, size.features, size.cols) for part in parts[2:]),
+        acc, n, k, d, STAGES=size.stages, TURNED=turned, ADD=not first, num_warps=size.warps,
     )  # fmt: skip
 
 

@@ -71,19 +71,18 @@ class Ready(NamedTuple):
             cols, size.cols, size.features
         )
 
-    def gluon_loads(self, size: TileSize, of: Tile, out: Tensor | None = None) -> list[Any]:
-        """What a kernel of `hopper` loads from and stores to, as it takes them."""
+    def gluon_tiled(self, x: Tensor, *block: int) -> Any:
+        """A matrix whose rows are multiples of 16 bytes apart, as kernels in Gluon take it."""
         from triton.experimental.gluon.nvidia import hopper as gluon
 
-        made = [
-            (self.rows.scores(of.rows), [size.rows, size.features]),
-            (self.cols.scores(of.cols), [size.cols, size.features]),
-        ]
-        if out is not None:
-            made.append((out, [size.rows, size.cols // 2]))
+        return gluon.TensorDescriptor.from_tensor(x, list(block), _shared_layout(block[1]))
+
+    def gluon_loads(self, size: TileSize, of: Tile, *out: Tensor | None) -> list[Any]:
+        """What a kernel of `hopper` loads from and stores to, as it takes them."""
         return [
-            gluon.TensorDescriptor.from_tensor(x, block, _shared_layout(block[1]))
-            for x, block in made
+            self.gluon_tiled(self.rows.scores(of.rows), size.rows, size.features),
+            self.gluon_tiled(self.cols.scores(of.cols), size.cols, size.features),
+            *(x if x is None else self.gluon_tiled(x, size.rows, size.cols // 2) for x in out),
         ]
 
     def gluon_options(self, size: TileSize) -> dict[str, int]:
@@ -144,6 +143,7 @@ def make_ready(pairs: Pairs, precision: str) -> Ready:
     of_rows, of_cols = (None, None) if units is None else (units[:1], units[1:])
     rows = Operand(pairs.rows, precision, of_rows, cols=False)
     target, count = target_of(device), 4
+    dtype = rows.dtype if precision == "fp8" else pairs.rows.dtype
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
     return Ready(
@@ -152,8 +152,8 @@ def make_ready(pairs: Pairs, precision: str) -> Ready:
         Operand(pairs.columns, precision, of_cols, cols=True),
         units,
         (index, *ids, *labels),
-        tiles_for(target, rows.dtype if precision == "fp8" else pairs.rows.dtype),
-        gluon_tiles(target, rows.dtype),
+        tiles_for(target, dtype),
+        gluon_tiles(target, dtype),
         copies_tiles(target),
         count,
     )
