@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.trees import Tree, map_tensors, tensors
+from tilewise.mapped import copy_into
+from tilewise.trees import Tree, is_dense, map_tensors, tensors
 
 Make = Callable[[], Tree]
 
@@ -89,7 +90,7 @@ class Ahead:
 
     def _copied(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and not x.is_pinned():
-            x = x.pin_memory()
+            x = _pinned(x)
         return x.to(self.device, non_blocking=True)
 
     def send(self, x: Tensor, out: Tensor) -> None:
@@ -106,3 +107,10 @@ class Ahead:
         """Until all that was sent is there: the host reads it, or later work on the device."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """A copy in pinned memory."""
+    if type(x) is not Tensor or not is_dense(x):
+        return x.pin_memory()
+    return copy_into(torch.empty_like(x, pin_memory=True), x)

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.errors import DeviceError, ShapeError
 from tilewise.locks import is_locked
+from tilewise.mapped import Mapped
 
 # Of file systems that cannot take room beforehand.
 CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -43,8 +44,8 @@ class PoolFile:
             self.note("") if known else _beside(self.path).unlink(missing_ok=True)
             _allocate(self.path, num_bytes)
             self.note("")
-        mapped = torch.from_file(str(self.path), shared=True, size=shape[0] * shape[1], dtype=dtype)
-        self.features = mapped.view(shape)
+        self._mapped = Mapped(self.path, self._lock, shape[0] * shape[1], dtype)
+        self.features = self._mapped.tensor.view(shape)
 
     def note(self, token: str) -> None:
         """Write down what is in it, by a token that every change makes anew."""
@@ -114,8 +115,8 @@ def _allocate(path: Path, num_bytes: int) -> None:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """The file, open and locked for as long as it stays open."""
-    file = path.open("ab")
+    """The file, made if need be, open for reading, and locked for as long as it stays open."""
+    file = path.open("a+b")
     if not is_locked(file):
         gc.collect()  # a pool that nobody has any more may not have been taken away yet
         if not is_locked(file):
