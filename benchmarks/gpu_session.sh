@@ -47,7 +47,8 @@ run() { # PART
     out-of-core) "$python" benchmarks/out_of_core.py loss && "$python" benchmarks/out_of_core.py pool ;;
     training)
         "$python" -m tilewise train --model ViT-B-32 --train-data synthetic:65536,size=224,cells=4 --workers 14 \
-            --batch-size 32768 --micro-batch 1024 --precision amp_bf16 --steps 4 --log-every 1 --device cuda
+            --batch-size 32768 --micro-batch 1024 --precision amp_bf16 --steps 4 --log-every 1 --device cuda \
+            --name training && cp runs/training/metrics.jsonl "$results/training.jsonl"
         ;;
     open-clip) # the same model in its own loop, at the largest batch that it holds
         "$python" -m open_clip_train.main --dataset-type synthetic --train-num-samples 53760 --model ViT-B-32 \

@@ -199,6 +199,7 @@ def _measure_disk(
     """Plain reads of the file and steps in turns: a disk's speed changes by the second."""
     pool = _filled(_pool(args, device, path), device)
     _check(batch, pool)
+    _step(batch, pool, True)  # kernels are compiled
     reads, times, peak = [], [], 0.0
     for _ in range(args.repeats):
         state = pool.state_dict()

@@ -60,7 +60,7 @@ GLUON = Tiles(
     dz=TileSize(128, 128, 64, 4, 6, 1),
     softplus=TileSize(128, 128, 64, 4, 6, 1),
     marked=HOPPER.marked,
-    product=TileSize(128, 128, 32, 4, 6),
+    product=TileSize(128, 128, 32, 4, 4),
 )
 # dz in two parts has two ways out, which leave room for one stage less.
 GLUON_SPLIT = GLUON._replace(dz=TileSize(128, 128, 64, 4, 5, 1))
