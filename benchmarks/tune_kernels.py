@@ -1,11 +1,13 @@
 """Times of the fused kernels alone, tile size by tile size: where `backends/tuning.py` comes from.
 
-    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4] [--panels|--split|--bias -10]
+    python benchmarks/tune_kernels.py [--features 768] [--seconds 0.4]
+                                      [--panels|--split|--kept|--bias -10]
 
 Each candidate runs for a while; the ceiling is cuBLAS 8192^3 before and after the table. With
 `--panels` whole steps of B = 32768 instead, by rows and columns of dz at a time; with `--split`
-the products that make gradients of float32 features, beside three of cuBLAS; with `--bias` the
-kernels of SigLIP alone, whose speed depends on it.
+the products that make gradients of float32 features, beside three of cuBLAS; with `--kept` the
+pass that makes dz of kept exponentials, by how memory is walked; with `--bias` the kernels of
+SigLIP alone, whose speed depends on it.
 """
 
 import argparse
@@ -53,6 +55,8 @@ SPLIT = [
     TileSize(128, 64, 32, 8, 3),
 ]
 SPLIT_IN_GLUON = [TileSize(128, 128, 32, 4, stages) for stages in (4, 6)]
+# Rows and columns of a program, and its warps.
+KEPT = [(16, 1024, 8), (4, 1024, 4), (8, 2048, 8), (4, 2048, 8), (4, 4096, 8), (1, 8192, 8)]
 GLUON = {
     "sums": [TileSize(128, 128, 64, 4, stages, lanes) for stages in (6, 7) for lanes in (1, 4)],
     "dz_of_sums": [TileSize(128, 128, 64, 4, *rest) for rest in ((5, 1), (6, 1), (6, 3))],
@@ -176,6 +180,24 @@ def time_split(features: int, seconds: float) -> None:
             print(f"{label} {ms:7.3f} ms {rate:5.0f} TFLOP/s", flush=True)
 
 
+def time_kept(seconds: float) -> None:
+    """A line for each way through exponentials (16384, 65536), which are read and overwritten."""
+    n, m = 16384, 65536
+    kept = torch.zeros(n, m, dtype=torch.int16, device="cuda")
+    rows, cols, flag = (torch.ones(size, device="cuda") for size in (n, m, 1))
+    flag.zero_()
+    for height, width, warps in KEPT:
+        launch = partial(
+            dz.dz_of_kept[(m // width, n // height)], kept, kept.view(torch.bfloat16), m, flag,
+            rows, cols, 0, 0, n, m, COLUMNS=True, TN=height, TM=width, num_warps=warps,
+        )  # fmt: skip
+        ms = sustained(launch, seconds)
+        print(
+            f"{(height, width, warps)!s:16} {ms:7.3f} ms {4 * n * m / ms / 1e6:5.0f} GB/s",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -184,6 +206,7 @@ def main() -> None:
     parser.add_argument("--bias", type=float, help="of softplus; -10 is where SigLIP begins")
     parser.add_argument("--panels", action="store_true")
     parser.add_argument("--split", action="store_true")
+    parser.add_argument("--kept", action="store_true")
     options = parser.parse_args()
     unit = lambda: functional.normalize(  # noqa: E731
         torch.randn(16384, options.features, device="cuda"), dim=1
@@ -199,8 +222,11 @@ def main() -> None:
     )
     best = ceiling(2.0)
     print(f"cuBLAS 8192^3: {best:.0f} TFLOP/s")
-    if options.panels or options.split:
-        (time_panels if options.panels else time_split)(options.features, options.seconds)
+    if options.panels or options.split or options.kept:
+        if options.kept:
+            time_kept(options.seconds)
+        else:
+            (time_panels if options.panels else time_split)(options.features, options.seconds)
         print(f"cuBLAS 8192^3: {ceiling(2.0):.0f} TFLOP/s")
         return
     candidates = [(name, size, False) for name, sizes in CANDIDATES.items() for size in sizes]
