@@ -46,6 +46,7 @@ run() { # PART
     step-peers) "$python" benchmarks/cached_step.py peers --repeats 7 --output "$results" ;;
     out-of-core) "$python" benchmarks/out_of_core.py loss && "$python" benchmarks/out_of_core.py pool ;;
     training)
+        rm -rf runs/training
         "$python" -m tilewise train --model ViT-B-32 --train-data synthetic:65536,size=224,cells=4 --workers 14 \
             --batch-size 32768 --micro-batch 1024 --precision amp_bf16 --steps 4 --log-every 1 --device cuda \
             --name training && cp runs/training/metrics.jsonl "$results/training.jsonl"

@@ -147,6 +147,20 @@ def test_auto_takes_the_fused_backend_where_it_runs(monkeypatch):
     }
 
 
+def test_auto_leaves_old_devices_to_chunked(monkeypatch):
+    from tilewise import backends
+    from tilewise.backends import fused
+
+    monkeypatch.setattr(fused, "_missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    fused._too_old.cache_clear()
+    choice = backends.choose("auto", torch.device("cuda"), torch.float16)
+    fused._too_old.cache_clear()
+    assert choice.name == "chunked"
+    assert choice.refusals["fused"] == "it needs compute capability 8.0, got 7.5"
+
+
 def test_fused_says_what_it_needs(monkeypatch):
     """Below its torch or without Triton it refuses with the reason, and auto passes it over."""
     from tilewise import backends

@@ -164,13 +164,15 @@ def test_every_loss_equals_dense(name, shape):
         assert (got.double() - true).norm() <= bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["clip", "clip-ids", "info_nce-frozen", "nt_xent"])
-def test_where_no_fixed_offset_holds(name):
+def test_where_no_fixed_offset_holds(name, dtype):
     """All cosines -1 but those of two rows: sums 400 nats apart."""
     a, b = torch.zeros(400, 8, device=DEVICE), torch.zeros(400, 8, device=DEVICE)
     a[:, 0], a[7:9, 0] = 1.0, -1.0
     b[:, 0] = -1.0
-    a, b = (F.normalize(x + 0.1 * unit(400, 8, seed=k), dim=1).half() for k, x in enumerate((a, b)))
+    a, b = (F.normalize(x + 0.1 * unit(400, 8, seed=k), dim=1) for k, x in enumerate((a, b)))
+    a, b = a.to(dtype), b.to(dtype)
     truth = step(LOSSES[name], a.double(), b.double(), 200.0, backend="dense")
     for got, true in zip(step(LOSSES[name], a, b, 200.0, backend="fused"), truth, strict=True):
         bound = 2e-5 if got.ndim == 0 else TOLERANCE[torch.float16]
@@ -223,15 +225,18 @@ def test_autocast():
     assert all(torch.equal(x, y.to(x)) for x, y in zip(ours, plain, strict=True))
 
 
-# By "auto" the fused backend and the chunked one.
-BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+EVERY = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("auto", torch.bfloat16), ("auto", torch.float32), ("chunked", torch.float32)],
+    ids=str,
+)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_host_sync(name, dtype):
+def test_no_host_sync(name, backend, dtype):
     a, b = unit(300, 96, dtype), unit(300, 96, dtype, seed=3)
-    step(LOSSES[name], a, b)
+    step(LOSSES[name], a, b, backend=backend)
     leaves = (
         a.requires_grad_(),
         b.requires_grad_(),
@@ -240,49 +245,53 @@ def test_no_host_sync(name, dtype):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        LOSSES[name](*leaves).backward()
+        LOSSES[name](*leaves, backend=backend).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("name", LOSSES)
-def test_same_bits_on_every_run(name, dtype):
+def test_same_bits_on_every_run(name, backend, dtype):
     a, b = unit(5000, 96, dtype), unit(5000, 96, dtype, seed=3)
-    results = [step(LOSSES[name], a, b) for _ in range(5)]
+    results = [step(LOSSES[name], a, b, backend=backend) for _ in range(5)]
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert x is y is None or torch.equal(x, y)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("name", ["clip", "clip-anew", "siglip", "info_nce-frozen", "nt_xent"])
-def test_cuda_graph(name, dtype):
+def test_cuda_graph(name, backend, dtype):
     a, b = (unit(300, 96, dtype, seed=k).requires_grad_() for k in (0, 3))
     s = torch.full((), 14.3, device=DEVICE, requires_grad=True)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
             a.grad = b.grad = s.grad = None
-            LOSSES[name](a, b, s).backward()
+            LOSSES[name](a, b, s, backend=backend).backward()
     torch.cuda.current_stream().wait_stream(side)
     a.grad = b.grad = s.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = LOSSES[name](a, b, s)
+        loss = LOSSES[name](a, b, s, backend=backend)
         loss.backward()
     with torch.no_grad():
         a.copy_(unit(300, 96, dtype, seed=9))
     graph.replay()
-    truth = step(LOSSES[name], a.detach(), b.detach())
+    truth = step(LOSSES[name], a.detach(), b.detach(), backend=backend)
     assert torch.equal(loss.detach(), truth[0])
     assert torch.equal(a.grad, truth[1])
 
 
-@BOTH
-def test_compile(dtype):
+@EVERY
+def test_compile(backend, dtype):
     """Compiled, nothing is kept for the backward unless that is asked for."""
-    loss = LOSSES["clip-anew"]
+    plain = LOSSES["clip-anew"]
+
+    def loss(a, b, s):
+        return plain(a, b, s, backend=backend)
+
     compiled = torch.compile(loss, fullgraph=True)
     for n in (64, 200, 333):
         a, b = unit(n, 96, dtype), unit(n, 96, dtype, seed=3)

@@ -97,10 +97,10 @@ def test_strips(case, processors, monkeypatch):
     check(name, unit(700, 32, dtype=dtype), unit(700, 32, dtype=dtype), 14.0, bound=BOUND[dtype])
 
 
-def check_opposed(loss, n, learnable):
+def check_opposed(loss, n, learnable, ours=torch.float16):
     a, b = opposed(n, 32)
     found = []
-    for backend, dtype in (("fused", torch.float16), ("dense", torch.float64)):
+    for backend, dtype in (("fused", ours), ("dense", torch.float64)):
         x, y = (side.detach().to(dtype, copy=True).requires_grad_() for side in (a, b))
         scale = torch.tensor(200.0, dtype=torch.promote_types(dtype, torch.float32))
         value = loss(x, y, scale.requires_grad_(learnable), backend=backend)
@@ -121,6 +121,11 @@ def test_where_no_fixed_offset_holds(loss, n, learnable, launched):
     """One kernel makes dz, whether the offset held or not."""
     check_opposed(loss, n, learnable)
     assert launched == ["sums", "dz_of_sums"]
+
+
+def test_where_no_fixed_offset_holds_in_parts(launched):
+    check_opposed(tw.clip_loss, 300, True, torch.float32)
+    assert launched == ["sums", "dz_of_sums", "split_product", "split_product"]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

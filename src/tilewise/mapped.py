@@ -1,7 +1,8 @@
 """Files that are mapped as tensors, and read where a part of them is to be copied.
 
 A copy out of the mapping waits for one page fault after the other; reads by several threads keep a
-disk busy, and copy faster what is in the system's cache. Both see what was written to the tensor.
+disk busy, and copy faster what is in the system's cache. Both see what was written to the tensor,
+on file systems of this machine.
 """
 
 import os

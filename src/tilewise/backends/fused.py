@@ -25,6 +25,7 @@ MIN_TORCH = (2, 8)
 MIN_TRITON = (3, 4)
 # The tests run the kernels in Triton's interpreter, on CPU tensors.
 INTERPRETED = False
+MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 # Rows that are kept together, and that the forward sweeps together.
 CHUNK = 8192
@@ -41,7 +42,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it needs a CUDA or ROCm device, got {device.type}"
     if dtype not in DTYPES:
         return f"it computes in float32 at most, got {dtype}; use backend='chunked'"
-    return _missing()
+    return _missing() or _too_old(device)
 
 
 def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -68,6 +69,17 @@ def _missing() -> str | None:
     triton = importlib.import_module("triton")
     if _version(triton.__version__) < MIN_TRITON:
         return f"it needs triton >= {_text(MIN_TRITON)}, got {triton.__version__}; upgrade triton"
+    return None
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str | None:
+    """What a device lacks: before Ampere, Triton makes no products of matrices on tensor cores."""
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"it needs compute capability {_text(MIN_CAPABILITY)}, got {_text(capability)}"
     return None
 
 

@@ -86,9 +86,9 @@ def _store_dz(ways, x, h: gl.constexpr, i, j, ME: gl.constexpr):
     if len(ways) == 1:
         store_quarter(ways[0], x, h, i, j, ME)
     else:
-        high, low = _high_low(x)
-        store_quarter(ways[0], high, h, i, j, ME)
-        store_quarter(ways[1], low, h, i, j, ME)
+        store_quarter(ways[0], _high_low(x)[0], h, i, j, ME)
+        # Made after the other has left for shared memory: both at once spill.
+        store_quarter(ways[1], _high_low(x)[1], h, i, j, ME)
 
 
 @gluon.jit
