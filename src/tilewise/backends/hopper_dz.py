@@ -105,7 +105,7 @@ def _dz_tile(
     pulled = row_folded(gl.zeros_like(pieces[0]))
     none = 0
     if len(col_gain) == 0:
-        # Asked for every tile, so that no addresses of columns are kept in registers meanwhile.
+        # 0, but asked for every tile, so that no addresses of columns stay in registers meanwhile.
         none = (gl.load(flag) == 2).to(gl.int32)
     for h in gl.static_range(4):
         if FIXED:
