@@ -129,7 +129,7 @@ def test_backend_choice_explains_itself():
     )
 
 
-def test_auto_takes_the_fused_backend_where_it_runs(monkeypatch):
+def test_auto_takes_the_fused_backend_where_it_is_exact(monkeypatch):
     from tilewise import backends
     from tilewise.backends import fused
 
@@ -142,9 +142,11 @@ def test_auto_takes_the_fused_backend_where_it_runs(monkeypatch):
     assert chosen == {
         torch.float16: "fused",
         torch.bfloat16: "fused",
-        torch.float32: "fused",
+        torch.float32: "chunked",
         torch.float64: "chunked",
     }
+    assert "ask for it by name" in backends.choose("auto", cuda, torch.float32).refusals["fused"]
+    assert backends.choose("fused", cuda, torch.float32).name == "fused"
 
 
 def test_auto_leaves_old_devices_to_chunked(monkeypatch):

@@ -34,6 +34,8 @@ def choose(
     refusals: dict[str, str] = {}
     for name in PREFERRED if asked == "auto" else (asked,):
         why = BACKENDS[name].refusal(device, dtype)
+        if why is None and asked == "auto" and name == "fused":
+            why = fused.reservation(dtype)
         if why is None:
             choice = Choice(name, refusals)
             _check_precision(precision, choice, device, dtype)
